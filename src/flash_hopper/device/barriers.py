@@ -1,0 +1,46 @@
+"""Named barriers: their numbers, and the turns that warpgroups take at issuing GEMMs.
+
+Barrier 0 is the whole CTA's. Each consumer warpgroup has one barrier of its own for the epilogue and one for its turn.
+"""
+
+from flash_hopper.device.dsl import Int32, cute, cutlass
+from flash_hopper.plan.roles import WARPGROUP
+
+EPILOGUE = 1  # + warpgroup: O staged in shared memory, or its buffer free again
+TURN = 8  # + warpgroup: this warpgroup may issue its GEMMs
+
+
+def epilogue_sync(warpgroup: Int32) -> None:
+    """All threads of one consumer warpgroup meet."""
+    cute.arch.barrier(barrier_id=EPILOGUE + warpgroup, number_of_threads=WARPGROUP)
+
+
+class Turns:
+    """Ping-pong (specification 4.4): warpgroups issue their GEMMs one after the other, in a ring.
+
+    A warpgroup waits on its own barrier, on which only its predecessor arrives. Every warpgroup takes the same number
+    of turns per tile, so the arrival left over at the end of a tile serves the next one. `count` is compile-time; with
+    `is_on` False, or one warpgroup, nothing is emitted.
+    """
+
+    def __init__(self, count: int, is_on: bool) -> None:
+        self.count = count
+        self.is_on = is_on and count > 1
+
+    @cute.jit
+    def start(self, warpgroup: Int32) -> None:
+        """The last warpgroup hands the first turn to warpgroup 0. Once per kernel."""
+        if cutlass.const_expr(self.is_on):
+            if warpgroup == self.count - 1:
+                cute.arch.barrier_arrive(barrier_id=TURN, number_of_threads=2 * WARPGROUP)
+
+    def wait(self, warpgroup: Int32) -> None:
+        """Until the predecessor has passed its turn."""
+        if self.is_on:
+            cute.arch.barrier(barrier_id=TURN + warpgroup, number_of_threads=2 * WARPGROUP)
+
+    def pass_on(self, warpgroup: Int32) -> None:
+        """Give the turn to the next warpgroup of the ring."""
+        if self.is_on:
+            successor = 1 - warpgroup if self.count == 2 else (warpgroup + 1) % self.count
+            cute.arch.barrier_arrive(barrier_id=TURN + successor, number_of_threads=2 * WARPGROUP)

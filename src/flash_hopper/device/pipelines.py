@@ -1,0 +1,59 @@
+"""mbarrier pipelines built from the plan, so that counts and bytes cannot drift apart from it."""
+
+from typing import Any
+
+from flash_hopper.device.dsl import cute, pipeline
+from flash_hopper.plan.roles import PipelineSpec
+from flash_hopper.problem.errors import CompileError
+
+
+def tma_pipeline(spec: PipelineSpec, storage: Any, stage_bytes: int) -> pipeline.PipelineTmaAsync:
+    """A pipeline filled by TMA loads of `stage_bytes` and freed by one arrival a consumer warp.
+
+    Barriers are initialised, not yet visible: the kernel synchronises once for all pipelines. `storage` holds
+    2 * stages mbarriers. Raises CompileError if a stage is not as large as the plan says.
+    """
+    if stage_bytes != spec.tx_bytes:
+        raise CompileError(f"pipeline {spec.name}: a stage holds {stage_bytes} bytes, the plan expects {spec.tx_bytes}")
+    return pipeline.PipelineTmaAsync.create(
+        barrier_storage=storage.data_ptr(),
+        num_stages=spec.stages,
+        producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
+        consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, spec.consumer_arrivals),
+        tx_count=spec.tx_bytes,
+        defer_sync=True,
+    )
+
+
+def thread_pipeline(spec: PipelineSpec, storage: Any) -> pipeline.PipelineAsync:
+    """A pipeline filled by ordinary stores of one elected lane and freed by one elected lane a consumer warp."""
+    return pipeline.PipelineAsync.create(
+        barrier_storage=storage.data_ptr(),
+        num_stages=spec.stages,
+        producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 1),
+        consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, spec.consumer_arrivals),
+        defer_sync=True,
+    )
+
+
+def producer_state(stages: int) -> pipeline.PipelineState:
+    """Cursor of the filling side."""
+    return pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, stages)
+
+
+def consumer_state(stages: int) -> pipeline.PipelineState:
+    """Cursor of the draining side."""
+    return pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, stages)
+
+
+def load(tma: cute.CopyAtom, src: cute.Tensor, dst: cute.Tensor, pipe: Any, state: Any) -> None:
+    """Start a TMA load that completes on the stage's full barrier. Called by one whole warp, after `producer_acquire`."""
+    cute.copy(tma, src, dst, tma_bar_ptr=pipe.producer_get_barrier(state))
+
+
+def partition(tma: cute.CopyAtom, gmem: cute.Tensor, smem: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor]:
+    """(global, shared) views of a TMA copy, tile modes first, for a CTA without multicast."""
+    dst, src = cute.nvgpu.cpasync.tma_partition(
+        tma, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), cute.group_modes(gmem, 0, 2)
+    )
+    return src, dst

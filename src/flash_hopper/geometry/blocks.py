@@ -1,0 +1,41 @@
+"""Which key blocks a query tile visits, and which of them need a mask.
+
+Pure integer functions of block index, lengths and tile sizes; the kernels trace them, the CPU tests compare them with
+a brute-force mask. Causal is aligned bottom-right: row i sees keys 0 .. i + seqlen_k - seqlen_q.
+"""
+
+from typing import NamedTuple
+
+from flash_hopper.geometry.arith import Int, ceil_div, clamp, maximum, minimum
+
+
+class KeyBlocks(NamedTuple):
+    """Blocks [0, end) are visited, from the last to the first; [full, end) need a mask, [0, full) do not.
+
+    `end` is at least 1, so that every tile has a first block; for rows that see no key it is masked throughout.
+    """
+
+    full: Int
+    end: Int
+
+
+def key_blocks(
+    row: Int, rows: int, seqlen_q: Int, seqlen_k: Int, tile_n: int, is_causal: bool
+) -> KeyBlocks:
+    """Key blocks for query rows [row, row + rows), for seqlen_k >= 1.
+
+    Rows at or past `seqlen_q` need nothing: they do not lengthen the range.
+    """
+    end, full = ceil_div(seqlen_k, tile_n), seqlen_k // tile_n
+    if is_causal:
+        shift = seqlen_k - seqlen_q
+        last_row = minimum(row + rows, seqlen_q) - 1
+        end = minimum(end, ceil_div(last_row + shift + 1, tile_n))
+        full = minimum(full, (row + shift + 1) // tile_n)
+    end = maximum(end, 1)
+    return KeyBlocks(clamp(full, 0, end), end)
+
+
+def visible_keys(row: Int, seqlen_q: Int, seqlen_k: Int, is_causal: bool) -> Int:
+    """Row `row` sees keys [0, result); the result may be negative or exceed the end of a block."""
+    return minimum(seqlen_k, row + seqlen_k - seqlen_q + 1) if is_causal else seqlen_k

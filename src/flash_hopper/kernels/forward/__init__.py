@@ -1,0 +1,1 @@
+"""The attention forward kernel. `kernel.py` holds the schedule; `support.py`, plain Python, what it can do."""

@@ -1,0 +1,262 @@
+"""A consumer warpgroup: 64 query rows of every tile, from scores to output.
+
+Per key block it issues QK(j + 1) and PV(j) together, waits for QK, and does softmax(j + 1) while the tensor core works
+for the other warpgroups (specification 4.4, 4.5). The steady-state loop is `step`; it is one function because cutting
+it would hide the overlap.
+"""
+
+from typing import Any, NamedTuple
+
+from flash_hopper.device.barriers import Turns
+from flash_hopper.device.dsl import ELEMENT_TYPES, Float32, Int32, Constexpr, const_expr, cute, cutlass, warpgroup
+from flash_hopper.device.gemm import issue
+from flash_hopper.device.layouts import acc_as_operand_a, acc_as_rows, transposed
+from flash_hopper.device.masking import mask_columns
+from flash_hopper.device.pipelines import consumer_state
+from flash_hopper.device.ptx import pack_16bit
+from flash_hopper.device.softmax import SoftmaxState, make_state, scale_rows, update
+from flash_hopper.geometry.blocks import KeyBlocks, key_blocks, visible_keys
+from flash_hopper.geometry.tiles import TileCoord
+from flash_hopper.kernels.forward.args import ForwardArgs, ForwardAtoms, Pipelines, SharedTensors
+from flash_hopper.kernels.forward.epilogue import Epilogue
+from flash_hopper.kernels.forward.storage import WG_ROWS
+from flash_hopper.plan.forward import ForwardPlan
+from flash_hopper.plan.roles import TILE_SLOTS
+
+
+class Fragments(NamedTuple):
+    """Operands and accumulators of one warpgroup."""
+
+    tSrQ: cute.Tensor  # (MMA, M, K, slot) in shared memory
+    tSrK: cute.Tensor  # (MMA, N, K, stage) in shared memory
+    tOrVt: cute.Tensor  # (MMA, N, K, stage) in shared memory
+    tOrP: cute.Tensor  # (MMA, M, K) in registers, 16 bit
+    acc_S: cute.Tensor  # 64 x tile_n, float32
+    acc_O: cute.Tensor  # 64 x tile_hdimv, float32
+
+
+class TileView(NamedTuple):
+    """What a thread needs to know about its part of a tile."""
+
+    first_row: Int32  # of its two rows, the other is 8 below
+    lane_col: Int32  # its first column within a key block
+    q_slot: Int32
+
+
+class Cursors(NamedTuple):
+    """Positions in the pipelines, kept over tiles."""
+
+    q: Any
+    k: Any
+    v: Any
+
+
+class Consumer:
+    """`plan` is compile-time. `warpgroup` counts consumers from 0, `thread` runs within the warpgroup."""
+
+    def __init__(self, plan: ForwardPlan) -> None:
+        self.plan = plan
+        self.turns = Turns(plan.consumer_warpgroups, plan.has_pingpong)
+        self.epilogue = Epilogue(plan)
+
+    @cute.jit
+    def run(
+        self,
+        args: ForwardArgs,
+        atoms: ForwardAtoms,
+        shared: SharedTensors,
+        pipes: Pipelines,
+        wg: Int32,
+        thread: Int32,
+    ) -> None:
+        """All tiles that the producer posts."""
+        plan = self.plan
+        frags = self.fragments(atoms, shared)
+        softmax = make_state()
+        q_state, tile_state = consumer_state(plan.q_stages), consumer_state(TILE_SLOTS)
+        k_state, v_state = consumer_state(plan.kv_stages), consumer_state(plan.kv_stages)
+        self.turns.start(wg)
+        coord = pipes.tiles.read(tile_state)
+        tile_state.advance()
+        while coord.m_block >= 0:
+            k_state, v_state = self.tile(
+                args, atoms, pipes, frags, softmax, coord, Cursors(q_state, k_state, v_state), wg, thread
+            )
+            if const_expr(not plan.o_aliases_q):
+                pipes.q.consumer_release(q_state)
+            first_row = self.first_row(coord, wg, thread)
+            self.epilogue.normalise(frags.acc_O, softmax)
+            self.epilogue.store_o(args, atoms, shared, frags.acc_O, coord, wg, thread)
+            if const_expr(plan.has_lse):
+                self.epilogue.store_lse(args, softmax, coord, first_row, thread % 32)
+            if const_expr(plan.o_aliases_q):
+                # Q's buffer holds O until the store has read it
+                if thread < 32:
+                    self.epilogue.wait_stored()
+                cute.arch.sync_warp()
+                pipes.q.consumer_release(q_state)
+            q_state.advance()
+            coord = pipes.tiles.read(tile_state)
+            tile_state.advance()
+        if thread < 32:
+            self.epilogue.wait_stored()  # shared memory must outlive the last store
+
+    def fragments(self, atoms: ForwardAtoms, shared: SharedTensors) -> Fragments:
+        """Descriptors of the shared operands, registers of the rest."""
+        plan = self.plan
+        qk, pv = atoms.mma_qk.get_slice(0), atoms.mma_pv.get_slice(0)
+        acc_S = cute.make_rmem_tensor(atoms.mma_qk.partition_shape_C((WG_ROWS, plan.tile_n)), Float32)
+        return Fragments(
+            tSrQ=atoms.mma_qk.make_fragment_A(qk.partition_A(shared.sQ)),
+            tSrK=atoms.mma_qk.make_fragment_B(qk.partition_B(shared.sK)),
+            tOrVt=atoms.mma_pv.make_fragment_B(pv.partition_B(transposed(shared.sV))),
+            tOrP=cute.make_rmem_tensor(acc_as_operand_a(acc_S.layout), ELEMENT_TYPES[plan.dtype]),
+            acc_S=acc_S,
+            acc_O=cute.make_rmem_tensor(atoms.mma_pv.partition_shape_C((WG_ROWS, plan.tile_hdimv)), Float32),
+        )
+
+    def first_row(self, coord: TileCoord, wg: Int32, thread: Int32) -> Int32:
+        """The first of this thread's two rows; lanes of a quad share it."""
+        return coord.m_block * self.plan.tile_m + wg * WG_ROWS + thread // 32 * 16 + thread % 32 // 4
+
+    def own_blocks(self, args: ForwardArgs, coord: TileCoord, wg: Int32) -> tuple[KeyBlocks, Int32]:
+        """This warpgroup's key blocks, and how many of the tile's come before them that it need not compute."""
+        plan = self.plan
+        row = coord.m_block * plan.tile_m
+        seqlen_q, seqlen_k = args.mQ.shape[0], args.mK.shape[0]
+        own = key_blocks(row + wg * WG_ROWS, WG_ROWS, seqlen_q, seqlen_k, plan.tile_n, plan.is_causal)
+        whole = key_blocks(row, plan.tile_m, seqlen_q, seqlen_k, plan.tile_n, plan.is_causal)
+        return own, whole.end - own.end
+
+    @cute.jit
+    def tile(
+        self,
+        args: ForwardArgs,
+        atoms: ForwardAtoms,
+        pipes: Pipelines,
+        frags: Fragments,
+        softmax: SoftmaxState,
+        coord: TileCoord,
+        cursors: Cursors,
+        wg: Int32,
+        thread: Int32,
+    ) -> tuple[Any, Any]:
+        """One tile up to unnormalised O and its softmax state; returns the K and V cursors."""
+        plan = self.plan
+        q_state, k_state, v_state = cursors
+        blocks, skipped = self.own_blocks(args, coord, wg)
+        view = TileView(
+            self.first_row(coord, wg, thread), thread % 4 * 2, q_state.index * plan.consumer_warpgroups + wg
+        )
+        for _ in cutlass.range(skipped, unroll=1):
+            k_state, v_state = self.skip(pipes, k_state, v_state, wg)
+        # set-up: the first scores, without a PV to overlap with
+        pipes.q.consumer_wait(q_state)
+        pipes.k.consumer_wait(k_state)
+        issue(
+            atoms.mma_qk, frags.acc_S, frags.tSrQ[None, None, None, view.q_slot],
+            frags.tSrK[None, None, None, k_state.index], True,
+        )  # fmt: skip
+        frags.acc_O.fill(0.0)
+        warpgroup.wait_group(0)
+        pipes.k.consumer_release(k_state)
+        k_state.advance()
+        self.prepare_scores(args, frags, view, blocks.end - 1, blocks.end > blocks.full)
+        update(softmax, acc_as_rows(frags.acc_S), args.scale_log2, True)
+        self.scores_to_operand(frags)
+        # steady state: blocks with masks, then blocks without
+        masked = cutlass.max(blocks.end - 1 - blocks.full, 0)
+        if const_expr(plan.is_causal):
+            for i in cutlass.range(masked, unroll=1):
+                k_state, v_state = self.step(
+                    args, atoms, pipes, frags, softmax, view, k_state, v_state, wg, blocks.end - 2 - i, True
+                )
+        else:
+            masked = Int32(0)  # only the first block can reach past the last key
+        for i in cutlass.range(blocks.end - 1 - masked, unroll=1):
+            k_state, v_state = self.step(
+                args, atoms, pipes, frags, softmax, view, k_state, v_state, wg, blocks.end - 2 - masked - i, False
+            )
+        # drain
+        pipes.v.consumer_wait(v_state)
+        issue(atoms.mma_pv, frags.acc_O, frags.tOrP, frags.tOrVt[None, None, None, v_state.index], False)
+        warpgroup.wait_group(0)
+        pipes.v.consumer_release(v_state)
+        v_state.advance()
+        return k_state, v_state
+
+    @cute.jit
+    def skip(self, pipes: Pipelines, k_state: Any, v_state: Any, wg: Int32) -> tuple[Any, Any]:
+        """A block in which this warpgroup has no visible key: free its stages, take the turn and pass it on.
+
+        The waits are needed: an arrival before the stage was filled could count for the round before.
+        """
+        self.turns.wait(wg)
+        self.turns.pass_on(wg)
+        pipes.k.consumer_wait(k_state)
+        pipes.k.consumer_release(k_state)
+        k_state.advance()
+        pipes.v.consumer_wait(v_state)
+        pipes.v.consumer_release(v_state)
+        v_state.advance()
+        return k_state, v_state
+
+    @cute.jit
+    def step(
+        self,
+        args: ForwardArgs,
+        atoms: ForwardAtoms,
+        pipes: Pipelines,
+        frags: Fragments,
+        softmax: SoftmaxState,
+        view: TileView,
+        k_state: Any,
+        v_state: Any,
+        wg: Int32,
+        n_block: Int32,
+        is_masked: Constexpr[bool],
+    ) -> tuple[Any, Any]:
+        """Steady state: scores of `n_block`, and PV of the block before it, whose P is in registers."""
+        pipes.k.consumer_wait(k_state)
+        self.turns.wait(wg)
+        issue(
+            atoms.mma_qk, frags.acc_S, frags.tSrQ[None, None, None, view.q_slot],
+            frags.tSrK[None, None, None, k_state.index], True,
+        )  # fmt: skip
+        pipes.v.consumer_wait(v_state)
+        issue(atoms.mma_pv, frags.acc_O, frags.tOrP, frags.tOrVt[None, None, None, v_state.index], False)
+        self.turns.pass_on(wg)
+        warpgroup.wait_group(1)  # QK done, PV may still run
+        pipes.k.consumer_release(k_state)
+        k_state.advance()
+        self.prepare_scores(args, frags, view, n_block, is_masked)
+        moves = update(softmax, acc_as_rows(frags.acc_S), args.scale_log2, False)
+        warpgroup.wait_group(0)  # PV done: V is free, and P may be overwritten
+        pipes.v.consumer_release(v_state)
+        v_state.advance()
+        self.scores_to_operand(frags)
+        if moves:
+            scale_rows(acc_as_rows(frags.acc_O), softmax.rescale)
+        return k_state, v_state
+
+    @cute.jit
+    def prepare_scores(self, args: ForwardArgs, frags: Fragments, view: TileView, n_block: Int32, is_masked: Any):
+        """Sign and mask: what a score is before the softmax sees it."""
+        plan = self.plan
+        rows = acc_as_rows(frags.acc_S)
+        if const_expr(plan.negates_scores):
+            for i in cutlass.range_constexpr(cute.size(frags.acc_S)):
+                frags.acc_S[i] = -frags.acc_S[i]
+        if is_masked:
+            limits = tuple(
+                visible_keys(view.first_row + 8 * r, args.mQ.shape[0], args.mK.shape[0], plan.is_causal) for r in (0, 1)
+            )
+            mask_columns(rows, limits, n_block * plan.tile_n + view.lane_col)
+
+    def scores_to_operand(self, frags: Fragments) -> None:
+        """P to 16 bit: element i of the accumulator is element i of the operand."""
+        n = cute.size(frags.tOrP)
+        scores = cute.make_tensor(frags.acc_S.iterator, cute.make_layout(n))
+        packed = cute.recast_tensor(cute.make_tensor(frags.tOrP.iterator, cute.make_layout(n)), Int32)
+        for i in range(n // 2):
+            packed[i] = pack_16bit(scores[2 * i], scores[2 * i + 1], self.plan.dtype)

@@ -1,0 +1,192 @@
+"""The forward kernel: host entry, set-up, and the hand-over to the roles."""
+
+import math
+from typing import Any
+
+from flash_hopper.device.dsl import (
+    ELEMENT_TYPES,
+    Float32,
+    Int32,
+    OperandMajorMode,
+    const_expr,
+    cpasync,
+    cuda,
+    cute,
+    make_fake_stream,
+    make_fake_tensor,
+    make_trivial_tiled_mma,
+    pipeline,
+    warpgroup,
+)
+from flash_hopper.device.layouts import seqlen_major
+from flash_hopper.device.pipelines import thread_pipeline, tma_pipeline
+from flash_hopper.device.schedulers.mailbox import SLOT_INTS, TileMailbox
+from flash_hopper.device.schedulers.numbering import DynamicScheduler, StaticScheduler
+from flash_hopper.geometry.arith import ceil_div
+from flash_hopper.kernels.forward.args import ForwardArgs, ForwardAtoms, Pipelines
+from flash_hopper.kernels.forward.consumer import Consumer
+from flash_hopper.kernels.forward.producer import Producer
+from flash_hopper.kernels.forward.storage import WG_ROWS, TileLayouts, allocate, shared_struct, tile_layouts
+from flash_hopper.plan.forward import ForwardPlan
+from flash_hopper.plan.roles import TILE_SLOTS, WARPGROUP, forward_pipelines, forward_roles
+
+LOG2_E = math.log2(math.e)
+
+
+class ForwardKernel:
+    """Attention forward, one persistent CTA per SM (specification chapters 4 and 5).
+
+    Roles: warp 0 of warpgroup 0 is the producer (its other warps leave at once); warpgroups 1.. are consumers, 64 query
+    rows each. Registers a thread: `plan/roles.py`, set by setmaxnreg.
+
+    | pipeline | stages | filled by | bytes a stage | freed by |
+    |---|---|---|---|---|
+    | tile | 2 | producer lane, 1 arrival | coordinates | 1 arrival a consumer warp, when read |
+    | q | plan.q_stages | TMA, one load a warpgroup | tile_m x tile_hdim | 1 a consumer warp, after the last QK (or after O's store has read the buffer, if O is staged there) |
+    | k | plan.kv_stages | TMA | tile_n x tile_hdim | 1 a consumer warp, when QK is done |
+    | v | plan.kv_stages | TMA | tile_n x tile_hdimv | 1 a consumer warp, when PV is done |
+
+    Producer, per tile: post its coordinates, ask for the next tile, load Q, K(last); per block: K(j - 1), V(j); V(0).
+    Consumer, per tile: QK(last), softmax; per block: QK(j - 1) and PV(j) issued in its turn, softmax(j - 1), rescale O
+    if the reference moved; PV(0); normalise, store O and LSE. A warpgroup whose rows end earlier (causal, or past
+    seqlen_q) skips the blocks that it cannot see.
+
+    Programmatic dependent launch: every thread waits for the previous kernel before its first access to global memory;
+    the next kernel may start its set-up when this one's producers are done.
+    """
+
+    def __init__(self, plan: ForwardPlan) -> None:
+        self.plan = plan
+        self.roles = forward_roles(plan)
+        self.producer = Producer(plan)
+        self.consumer = Consumer(plan)
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        out: cute.Tensor,
+        lse: cute.Tensor | None,
+        tile_counter: cute.Tensor | None,
+        scale: Float32,
+        ctas: Int32,
+        heads_per_section: Int32,
+        stream: cuda.CUstream,
+    ):
+        """Launch. q: (batch, seqlen_q, heads, head_dim); k, v: (batch, seqlen_k, heads_k, ...); out like q with v's
+        head dim; lse: (batch, heads, seqlen_q) float32 if plan.has_lse; tile_counter: (1,) int32, zero, if the
+        scheduler is dynamic; scale: of raw scores, > 0; ctas: at most this many CTAs."""
+        plan = self.plan
+        mQ, mK, mV, mO = (seqlen_major(t) for t in (q, k, v, out))
+        tiles = tile_layouts(plan)
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        tma_q, mQ_tma = cpasync.make_tiled_tma_atom(load, mQ, tiles.q, (WG_ROWS, plan.tile_hdim))
+        tma_k, mK_tma = cpasync.make_tiled_tma_atom(load, mK, tiles.k, (plan.tile_n, plan.tile_hdim))
+        tma_v, mV_tma = cpasync.make_tiled_tma_atom(load, mV, tiles.v, (plan.tile_n, plan.tile_hdimv))
+        tma_o, mO_tma = cpasync.make_tiled_tma_atom(store, mO, tiles.o, (WG_ROWS, plan.tile_hdimv))
+        mma_qk, mma_pv = self.tiled_mmas()
+        m_blocks = ceil_div(mQ.shape[0], plan.tile_m)
+        total = m_blocks * mQ.shape[2] * mQ.shape[3]
+        args = ForwardArgs(
+            mQ_tma, mK_tma, mV_tma, mO_tma, lse, tile_counter, scale, scale * Float32(LOG2_E),
+            m_blocks, total, heads_per_section,
+        )  # fmt: skip
+        atoms = ForwardAtoms(tma_q, tma_k, tma_v, tma_o, mma_qk, mma_pv)
+        self.shared_struct = shared_struct(plan)
+        self.kernel(args, atoms, tiles).launch(
+            grid=[min(ctas, total), 1, 1],
+            block=[self.roles.threads, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=1,  # without it setmaxnreg is dropped
+            use_pdl=True,
+        )
+
+    def tiled_mmas(self) -> tuple[cute.TiledMma, cute.TiledMma]:
+        """QK with both operands from shared memory, PV with P from registers and V transposed by the hardware."""
+        plan, dtype = self.plan, ELEMENT_TYPES[self.plan.dtype]
+        k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
+        registers = warpgroup.OperandSource.RMEM
+        return (
+            make_trivial_tiled_mma(dtype, dtype, k_major, k_major, Float32, (1, 1, 1), (WG_ROWS, plan.tile_n)),
+            make_trivial_tiled_mma(
+                dtype, dtype, k_major, mn_major, Float32, (1, 1, 1), (WG_ROWS, plan.tile_hdimv), registers
+            ),
+        )
+
+    @cute.kernel
+    def kernel(self, args: ForwardArgs, atoms: ForwardAtoms, tiles: TileLayouts):
+        """Set-up by all warps, then each warpgroup takes its role."""
+        plan, roles = self.plan, self.roles
+        thread, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp == 0:
+            for descriptor in (atoms.tma_q, atoms.tma_k, atoms.tma_v, atoms.tma_o):
+                cpasync.prefetch_descriptor(descriptor)
+        storage, shared = allocate(plan, self.shared_struct, tiles)
+        pipes = self.pipelines(storage, tiles)
+        pipeline.pipeline_init_arrive()
+        pipeline.pipeline_init_wait()  # every thread sees the initialised barriers
+        cute.arch.griddepcontrol_wait()  # inputs are complete, and nobody reads the outputs any more
+        if warp < WARPGROUP // 32:
+            cute.arch.setmaxregister_decrease(roles.producer_registers)
+            if warp == 0:
+                self.producer.run(self.scheduler(args), args, atoms, shared, pipes)
+                cute.arch.griddepcontrol_launch_dependents()
+        else:
+            cute.arch.setmaxregister_increase(roles.consumer_registers)
+            wg = cute.arch.make_warp_uniform(thread // WARPGROUP - 1)
+            self.consumer.run(args, atoms, shared, pipes, wg, thread % WARPGROUP)
+
+    def pipelines(self, storage: Any, tiles: TileLayouts) -> Pipelines:
+        """All pipelines of the kernel; sizes are checked against the plan."""
+        specs = forward_pipelines(self.plan)
+        dtype = ELEMENT_TYPES[self.plan.dtype]
+        q_bytes = cute.size_in_bytes(dtype, tiles.q) * self.plan.consumer_warpgroups
+        return Pipelines(
+            q=tma_pipeline(specs["q"], storage.bar_q, q_bytes),
+            k=tma_pipeline(specs["k"], storage.bar_k, cute.size_in_bytes(dtype, tiles.k)),
+            v=tma_pipeline(specs["v"], storage.bar_v, cute.size_in_bytes(dtype, tiles.v)),
+            tiles=TileMailbox(
+                thread_pipeline(specs["tile"], storage.bar_tile),
+                storage.slots.get_tensor(cute.make_layout((SLOT_INTS, TILE_SLOTS))),
+            ),
+        )
+
+    def scheduler(self, args: ForwardArgs) -> StaticScheduler | DynamicScheduler:
+        """Where tile numbers come from."""
+        if const_expr(self.plan.scheduler == "dynamic"):
+            return DynamicScheduler(args.tiles, args.tile_counter)
+        return StaticScheduler(args.tiles)
+
+
+def placeholder_arguments(plan: ForwardPlan) -> tuple[Any, ...]:
+    """Arguments for `cute.compile`: sizes and strides are run-time values, equal sizes are checked at each call.
+
+    Strides but the last and the sizes of head dims are multiples of 8 elements, addresses multiples of 16 bytes.
+    """
+    dtype = ELEMENT_TYPES[plan.dtype]
+    batch, seqlen_q, seqlen_k, heads, heads_k = (cute.sym_int32() for _ in range(5))
+    hdim, hdimv = cute.sym_int32(divisibility=8), cute.sym_int32(divisibility=8)
+
+    def tensor(*shape: Any) -> Any:
+        strides = (*(cute.sym_int64(divisibility=8) for _ in range(3)), 1)
+        return make_fake_tensor(dtype, shape, strides, assumed_align=16)
+
+    lse = make_fake_tensor(
+        Float32, (batch, heads, seqlen_q), (cute.sym_int64(), cute.sym_int64(), 1), assumed_align=4
+    ) if plan.has_lse else None  # fmt: skip
+    counter = make_fake_tensor(Int32, (1,), (1,), assumed_align=4) if plan.scheduler == "dynamic" else None
+    return (
+        tensor(batch, seqlen_q, heads, hdim),
+        tensor(batch, seqlen_k, heads_k, hdim),
+        tensor(batch, seqlen_k, heads_k, hdimv),
+        tensor(batch, seqlen_q, heads, hdimv),
+        lse,
+        counter,
+        Float32(1.0),
+        Int32(1),
+        Int32(1),
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+    )

@@ -1,0 +1,97 @@
+"""Shared memory of the forward kernel.
+
+| buffer | holds | shares memory with | written by | read by |
+|---|---|---|---|---|
+| barriers | full and empty mbarriers of q, k, v, tile | - | all | all |
+| slots | coordinates of the next tiles | - | producer | consumer warps |
+| sQ | (64, tile_hdim) per warpgroup and Q stage | sO, if the plan says so | TMA | wgmma |
+| sK | (tile_n, tile_hdim) per K/V stage | - | TMA | wgmma |
+| sV | (tile_n, tile_hdimv) per K/V stage | - | TMA | wgmma |
+| sO | (64, tile_hdimv) per warpgroup | sQ, if the plan says so | its warpgroup (stmatrix) | TMA store |
+
+A warpgroup's part of Q is contiguous, so that its O can take exactly that place once its own last QK is done.
+"""
+
+from typing import Any, NamedTuple
+
+from flash_hopper.device.dsl import ELEMENT_TYPES, Int32, Int64, SmemAllocator, cute
+from flash_hopper.device.layouts import stacked, tile_layout
+from flash_hopper.device.schedulers.mailbox import SLOT_INTS
+from flash_hopper.kernels.forward.args import SharedTensors
+from flash_hopper.plan.budget import SMEM_LIMIT_BYTES, SMEM_RESERVED_BYTES
+from flash_hopper.plan.forward import ForwardPlan
+from flash_hopper.plan.roles import forward_pipelines
+from flash_hopper.problem.errors import CompileError
+
+WG_ROWS = 64
+SWIZZLE_ALIGN = 1024
+
+
+class TileLayouts(NamedTuple):
+    """Layouts of one tile of each buffer; what TMA copies."""
+
+    q: cute.ComposedLayout
+    k: cute.ComposedLayout
+    v: cute.ComposedLayout
+    o: cute.ComposedLayout
+
+
+def tile_layouts(plan: ForwardPlan) -> TileLayouts:
+    """One warpgroup's Q and O, one stage of K and V."""
+    dtype = ELEMENT_TYPES[plan.dtype]
+    return TileLayouts(
+        q=tile_layout(WG_ROWS, plan.tile_hdim, dtype),
+        k=tile_layout(plan.tile_n, plan.tile_hdim, dtype),
+        v=tile_layout(plan.tile_n, plan.tile_hdimv, dtype),
+        o=tile_layout(WG_ROWS, plan.tile_hdimv, dtype),
+    )
+
+
+def _sizes(plan: ForwardPlan) -> tuple[int, int, int, int]:
+    """Elements of one warpgroup's Q slot, one K stage, one V stage, one warpgroup's O."""
+    q, o = WG_ROWS * plan.tile_hdim, WG_ROWS * plan.tile_hdimv
+    return max(q, o) if plan.o_aliases_q else q, plan.tile_n * plan.tile_hdim, plan.tile_n * plan.tile_hdimv, o
+
+
+def shared_struct(plan: ForwardPlan) -> Any:
+    """The struct to allocate. Raises CompileError if it exceeds what a CTA may have; the compiler would not."""
+    dtype = ELEMENT_TYPES[plan.dtype]
+    specs = forward_pipelines(plan)
+    q, k, v, o = _sizes(plan)
+    wgs, stages = plan.consumer_warpgroups, plan.kv_stages
+    tensor = cute.struct.MemRange
+    align = cute.struct.Align
+
+    @cute.struct
+    class Shared:
+        bar_q: tensor[Int64, 2 * specs["q"].stages]
+        bar_k: tensor[Int64, 2 * specs["k"].stages]
+        bar_v: tensor[Int64, 2 * specs["v"].stages]
+        bar_tile: tensor[Int64, 2 * specs["tile"].stages]
+        slots: align[tensor[Int32, SLOT_INTS * specs["tile"].stages], 16]
+        sQ: align[tensor[dtype, q * wgs * plan.q_stages], SWIZZLE_ALIGN]
+        sK: align[tensor[dtype, k * stages], SWIZZLE_ALIGN]
+        sV: align[tensor[dtype, v * stages], SWIZZLE_ALIGN]
+        sO: align[tensor[dtype, 0 if plan.o_aliases_q else o * wgs], SWIZZLE_ALIGN]
+
+    room = SMEM_LIMIT_BYTES - SMEM_RESERVED_BYTES
+    if Shared.size_in_bytes() > room:
+        raise CompileError(f"{plan.name}: {Shared.size_in_bytes()} bytes of shared memory, {room} available")
+    return Shared
+
+
+def allocate(plan: ForwardPlan, struct: Any, tiles: TileLayouts) -> tuple[Any, SharedTensors]:
+    """In the kernel: the storage object (for barriers and slots) and the tensors in it."""
+    storage = SmemAllocator().allocate(struct)
+    q, k, v, o = _sizes(plan)
+    wgs, stages = plan.consumer_warpgroups, plan.kv_stages
+
+    def tensor(field: Any, tile: cute.ComposedLayout, count: int, stride: int) -> cute.Tensor:
+        return field.get_tensor(stacked(tile, count, stride), swizzle=tile.inner)
+
+    return storage, SharedTensors(
+        sQ=tensor(storage.sQ, tiles.q, wgs * plan.q_stages, q),
+        sK=tensor(storage.sK, tiles.k, stages, k),
+        sV=tensor(storage.sV, tiles.v, stages, v),
+        sO=tensor(storage.sQ, tiles.o, wgs, q) if plan.o_aliases_q else tensor(storage.sO, tiles.o, wgs, o),
+    )

@@ -1,0 +1,46 @@
+"""What fits: shared memory and registers of a forward tile.
+
+Whatever is rejected is rejected with the arithmetic. Sizes in bytes unless said.
+"""
+
+from dataclasses import dataclass
+
+from flash_hopper.plan.tables.forward import Tile
+from flash_hopper.problem.errors import CompileError
+
+SMEM_LIMIT_BYTES = 232_448  # per CTA on compute capability 9.0
+SMEM_RESERVED_BYTES = 1024  # taken by the runtime at the bottom
+SMEM_BARRIER_BYTES = 1024  # mbarriers and the tile mailbox, in front of the first 1024-byte aligned buffer
+
+
+@dataclass(frozen=True, slots=True)
+class Buffers:
+    """How the tensor buffers of a forward tile are laid out, and their size."""
+
+    q_stages: int
+    kv_stages: int
+    o_aliases_q: bool
+    tensor_bytes: int
+
+
+def forward_smem_bytes(
+    tile: Tile, hdim: int, hdimv: int, itemsize: int, q_stages: int, kv_stages: int, o_aliases_q: bool
+) -> int:
+    """Shared memory of the Q, K, V and O buffers."""
+    q = tile.m * hdim * q_stages
+    kv = tile.n * (hdim + hdimv) * kv_stages
+    o = tile.m * hdimv
+    # O in Q's buffer: one Q stage, as large as the larger of the two
+    return (max(q, o) + kv if o_aliases_q else q + kv + o) * itemsize
+
+
+def choose_buffers(tile: Tile, hdim: int, hdimv: int, itemsize: int) -> Buffers:
+    """The richest layout that fits: a second Q stage first (it hides the tile's start), then O in a buffer of its own."""
+    room = SMEM_LIMIT_BYTES - SMEM_RESERVED_BYTES - SMEM_BARRIER_BYTES
+    wanted = []
+    for q_stages, kv_stages, o_aliases_q in ((2, 2, False), (1, 2, False), (1, 2, True)):
+        size = forward_smem_bytes(tile, hdim, hdimv, itemsize, q_stages, kv_stages, o_aliases_q)
+        if size <= room:
+            return Buffers(q_stages, kv_stages, o_aliases_q, size)
+        wanted.append(f"{q_stages} Q stages, {kv_stages} K/V stages, O {'in Q' if o_aliases_q else 'apart'}: {size}")
+    raise CompileError(f"tile {tile.m}x{tile.n} with head dims {hdim}/{hdimv} needs more than {room} bytes: {wanted}")

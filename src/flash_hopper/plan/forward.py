@@ -1,0 +1,86 @@
+"""The forward plan: everything about the kernel that is fixed at compile time.
+
+A `ForwardPlan` is frozen, hashable and printable, and is the compile key (with the sources' fingerprint). `plan_forward`
+chooses one for a problem from `tables/forward.py`; `budget.py` fills in what fits into shared memory, `roles.py` the
+threads, registers and barrier arrivals. No GPU, no torch, no DSL.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from flash_hopper.geometry.arith import round_up
+from flash_hopper.plan.budget import choose_buffers
+from flash_hopper.plan.tables.forward import choose_tile
+from flash_hopper.problem.attention import AttentionProblem
+from flash_hopper.problem.dtypes import DType
+from flash_hopper.problem.features import Feature
+
+HDIM_STEP = 32  # head dims are padded to this in shared memory: one 64-byte swizzle row of a 16-bit type
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardPlan:
+    """Compile-time choices of the forward kernel.
+
+    `tile_m` query rows (64 per consumer warpgroup) and `tile_n` keys per step; head dims rounded up to `HDIM_STEP`, the
+    real ones are run-time sizes. `q_stages` > 1 loads the next tile's Q during this tile; with `o_aliases_q` the output
+    is staged in Q's buffer. `is_causal` masks bottom-right; `negates_scores` serves a negative softmax scale; `has_lse`
+    stores the log-sum-exp. `scheduler` says how persistent CTAs find their next tile.
+    """
+
+    dtype: DType
+    tile_hdim: int
+    tile_hdimv: int
+    tile_m: int
+    tile_n: int
+    q_stages: int
+    kv_stages: int
+    o_aliases_q: bool
+    has_pingpong: bool
+    scheduler: Literal["static", "dynamic"]
+    is_causal: bool
+    has_lse: bool
+    negates_scores: bool
+
+    kind = "forward"
+
+    @property
+    def consumer_warpgroups(self) -> int:
+        """Warpgroups that compute; each owns 64 query rows."""
+        return self.tile_m // 64
+
+    @property
+    def name(self) -> str:
+        """Readable and unique among forward plans, e.g. for symbols, cache listings and tests."""
+        flags = [
+            "causal" if self.is_causal else "full",
+            self.scheduler,
+            *(["lse"] if self.has_lse else []),
+            *(["neg"] if self.negates_scores else []),
+            *(["pingpong"] if self.has_pingpong else []),
+            *(["oq"] if self.o_aliases_q else []),
+        ]
+        head = f"forward_{self.dtype}_d{self.tile_hdim}_dv{self.tile_hdimv}"
+        return f"{head}_{self.tile_m}x{self.tile_n}_q{self.q_stages}kv{self.kv_stages}_" + "_".join(flags)
+
+
+def plan_forward(problem: AttentionProblem) -> ForwardPlan:
+    """The plan for a problem. Depends on dtype, head dims, flags and, for the tile height, on the lengths."""
+    hdim, hdimv = round_up(problem.head_dim, HDIM_STEP), round_up(problem.head_dim_v, HDIM_STEP)
+    tile = choose_tile(hdim, hdimv, problem.causal, problem.seqlen_q)
+    buffers = choose_buffers(tile, hdim, hdimv, problem.dtype.itemsize)
+    return ForwardPlan(
+        dtype=problem.dtype,
+        tile_hdim=hdim,
+        tile_hdimv=hdimv,
+        tile_m=tile.m,
+        tile_n=tile.n,
+        q_stages=buffers.q_stages,
+        kv_stages=buffers.kv_stages,
+        o_aliases_q=buffers.o_aliases_q,
+        has_pingpong=tile.has_pingpong,
+        scheduler="dynamic" if problem.causal else "static",
+        is_causal=problem.causal,
+        has_lse=Feature.LSE in problem.features,
+        negates_scores=Feature.NEGATIVE_SCALE in problem.features,
+    )

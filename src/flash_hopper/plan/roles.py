@@ -1,0 +1,78 @@
+"""Warps of a kernel: threads, registers, barrier arrivals and transaction bytes.
+
+The numbers a kernel hands to its barriers are computed here and compared with what the kernel passes, so that a
+mismatch fails the compile with the arithmetic instead of hanging the GPU.
+"""
+
+from dataclasses import dataclass
+
+from flash_hopper.plan.forward import ForwardPlan
+from flash_hopper.problem.errors import CompileError
+
+WARP = 32
+WARPGROUP = 128
+REGISTER_FILE = 65_536
+TILE_SLOTS = 2  # tiles whose coordinates the producer may post ahead of the consumers
+# (producer, consumer) registers a thread by number of consumer warpgroups, steps of 8
+REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160), 4: (24, 112)}
+
+
+@dataclass(frozen=True, slots=True)
+class Roles:
+    """Threads and registers of one producer warpgroup and the consumers, and the arrivals their barriers count."""
+
+    consumer_warpgroups: int
+    producer_registers: int
+    consumer_registers: int
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA."""
+        return WARPGROUP * (1 + self.consumer_warpgroups)
+
+    @property
+    def consumer_warps(self) -> int:
+        """Arrivals that free a stage: one a consumer warp."""
+        return self.consumer_warpgroups * WARPGROUP // WARP
+
+    def check_registers(self) -> None:
+        """setmaxnreg.inc waits for ever if the sum exceeds what the launch allocated."""
+        at_launch = REGISTER_FILE // self.threads // 8 * 8
+        pool = at_launch * self.threads
+        wanted = WARPGROUP * (self.producer_registers + self.consumer_warpgroups * self.consumer_registers)
+        if wanted > pool:
+            raise CompileError(
+                f"{wanted} registers wanted ({self.producer_registers} a producer thread, {self.consumer_registers} a "
+                f"thread of {self.consumer_warpgroups} consumer warpgroups), the launch allocates {at_launch} x "
+                f"{self.threads} threads = {pool}"
+            )
+
+
+def forward_roles(plan: ForwardPlan) -> Roles:
+    """Roles of the forward kernel, checked."""
+    roles = Roles(plan.consumer_warpgroups, *REGISTERS[plan.consumer_warpgroups])
+    roles.check_registers()
+    return roles
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineSpec:
+    """One mbarrier pipeline: what a stage holds, who frees it and with how many arrivals and bytes."""
+
+    name: str
+    stages: int
+    consumer_arrivals: int
+    tx_bytes: int
+
+
+def forward_pipelines(plan: ForwardPlan) -> dict[str, PipelineSpec]:
+    """The forward's pipelines by name: q, k, v, and tile, which carries coordinates instead of data."""
+    warps = forward_roles(plan).consumer_warps
+    size = plan.dtype.itemsize
+    specs = [
+        PipelineSpec("q", plan.q_stages, warps, plan.tile_m * plan.tile_hdim * size),
+        PipelineSpec("k", plan.kv_stages, warps, plan.tile_n * plan.tile_hdim * size),
+        PipelineSpec("v", plan.kv_stages, warps, plan.tile_n * plan.tile_hdimv * size),
+        PipelineSpec("tile", TILE_SLOTS, warps, 0),
+    ]
+    return {spec.name: spec for spec in specs}

@@ -1,0 +1,51 @@
+"""Forward tiles: which rows and keys per step, by head dim, mask and length.
+
+A row is data: the limits it serves, the tile, and what the choice rests on. `choose_tile` returns the first row that
+covers both head dims; what fits into shared memory is decided by `plan/budget.py` afterwards.
+"""
+
+from dataclasses import dataclass
+
+from flash_hopper.geometry.arith import round_up
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """m query rows (64 per consumer warpgroup), n keys per step, and whether warpgroups take turns at issuing GEMMs."""
+
+    m: int
+    n: int
+    has_pingpong: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Serves head dims up to `hdim` and `hdimv`. `short` replaces `tile` where it pads fewer rows; `why` is the basis."""
+
+    hdim: int
+    hdimv: int
+    tile: Tile
+    short: Tile | None
+    why: str
+
+
+# A row's `short` tile is taken if `tile` would pad the query length by more than this over it.
+SHORT_TILE_GAIN = 1.04
+
+ROWS = (
+    Row(64, 64, Tile(192, 128), Tile(256, 64), "prototype, H200, 2026-11: best of 14 schedules; 256x64 best at 1k"),
+    Row(96, 96, Tile(192, 96), Tile(128, 128), "registers: 48 S + 24 P + 48 O of 160"),
+    Row(128, 128, Tile(192, 80), Tile(128, 128), "prototype, H200, 2026-11: 766 against 743 TFLOP/s at 4k; 128 rows best at 1k"),
+    Row(192, 128, Tile(128, 112), None, "largest n that leaves room for a separate O buffer"),
+    Row(192, 192, Tile(128, 112), None, "largest n with two K/V stages, O staged in Q's buffer"),
+    Row(256, 256, Tile(128, 80), None, "largest n with two K/V stages, O staged in Q's buffer"),
+)  # fmt: skip
+
+
+def choose_tile(hdim: int, hdimv: int, is_causal: bool, seqlen_q: int) -> Tile:
+    """The tile for padded head dims and a query length."""
+    row = next(r for r in ROWS if hdim <= r.hdim and hdimv <= r.hdimv)
+    if row.short is None:
+        return row.tile
+    padded, padded_short = round_up(seqlen_q, row.tile.m), round_up(seqlen_q, row.short.m)
+    return row.short if padded > SHORT_TILE_GAIN * padded_short else row.tile
