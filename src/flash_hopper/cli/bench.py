@@ -1,0 +1,213 @@
+"""`flash-hopper bench`: time ours and the installed peers over a suite of shapes.
+
+Shows one line per shape and protocol, stores rows, draws figures and fills tables from stored rows. What is measured
+and how: `testing/bench_suites.py`, `testing/bench_run.py`, `docs/measuring.md`.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from flash_hopper.problem.errors import ArgumentError, DeviceError
+
+if TYPE_CHECKING:
+    from flash_hopper.testing.bench_run import BenchRow, Settings
+    from flash_hopper.testing.bench_suites import BenchShape, Selection
+
+MASKS = {"both": None, "full": False, "causal": True}
+
+
+def bench(
+    suite: Annotated[str, typer.Option(help="paper, host or cold.")] = "paper",
+    direction: Annotated[str, typer.Option(help="forward; backward comes with a later release.")] = "forward",
+    providers: Annotated[
+        str | None, typer.Option(help="Of ours, ours-out, sdpa-flash, sdpa-cudnn, fa3, fa4; by default all that fit.")
+    ] = None,
+    protocol: Annotated[
+        str | None, typer.Option(help="Of burst, steady, graph (paper); host-idle, host-busy; cold-import, cold-call.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="bf16 or fp16.")] = "bf16",
+    dims: Annotated[str | None, typer.Option(help="Head dims to keep, e.g. 64,128.")] = None,
+    seqlens: Annotated[str | None, typer.Option(help="Lengths to keep, e.g. 512,1k,16k.")] = None,
+    mask: Annotated[str, typer.Option(help="both, full or causal.")] = "both",
+    cells: Annotated[
+        int | None, typer.Option(help="Size of the paper suite: 18 (lengths 1k, 4k, 16k) or 36 (all).")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Launches per provider in burst and graph.")] = 12,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Length of the steady loop.")] = 3.0,
+    json: Annotated[Path | None, typer.Option(help="Store the rows here; also while it runs.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the rows; .svg, .png or .pdf.")] = None,
+    from_json: Annotated[Path | None, typer.Option(help="Show stored rows instead of measuring.")] = None,
+    tables: Annotated[Path | None, typer.Option(help="Only fill the marked tables of this document.")] = None,
+    commit: Annotated[str | None, typer.Option(help="Commit to store where this is no git checkout.")] = None,
+) -> None:
+    """Time attention against the installed peers; every result is checked first."""
+    console = Console()
+    if tables is not None:
+        _fill_tables(tables, console)
+        return
+    if from_json is not None:
+        from flash_hopper.testing.bench_run import read_rows
+
+        env, rows = read_rows(from_json)
+        for row_group in _by_case(rows):
+            console.print(_case_line(row_group), soft_wrap=True)
+    else:
+        from flash_hopper.testing.bench_run import DEFAULT_PROTOCOLS, DEFAULT_PROVIDERS, Settings, check_protocols
+        from flash_hopper.testing.bench_suites import bench_suite
+        from flash_hopper.testing.environment import environment
+
+        shapes = bench_suite(suite, _selection(dtype, dims, seqlens, mask, cells), direction)
+        protocols = _names(protocol) or DEFAULT_PROTOCOLS[suite]
+        check_protocols(suite, protocols)
+        chosen = _names(providers) or DEFAULT_PROVIDERS[suite]
+        _check_providers(chosen)
+        _require_hopper()
+        env = environment(commit)
+        settings = Settings(chosen, protocols, rounds=rounds, steady_s=seconds)
+        rows = _measure_all(shapes, settings, console, env, json)
+    _show_summary(rows, console)
+    if plot is not None:
+        from flash_hopper.testing.plots import plot_rows
+
+        plot_rows(env, rows, plot)
+        console.print(f"figure: {plot}")
+    if any((row.error or "").startswith("wrong") for row in rows):
+        raise typer.Exit(1)
+
+
+def _measure_all(
+    shapes: "Sequence[BenchShape]", settings: "Settings", console: Console, env: dict[str, Any], json: Path | None
+) -> "list[BenchRow]":
+    from flash_hopper.testing.bench_run import measure, write_rows
+    from flash_hopper.testing.timing import GpuQueue
+
+    queue = GpuQueue()
+    rows: list[BenchRow] = []
+    told: set[tuple[str, str]] = set()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("bench", total=len(shapes))
+        for shape in shapes:
+            progress.update(task, description=str(shape))
+            new = list(measure(shape, settings, queue))
+            rows += new
+            for row in new:
+                if row.error and (row.provider, row.error) not in told:
+                    told.add((row.provider, row.error))
+                    progress.console.print(f"[yellow]{row.provider}[/] {escape(row.error)}", soft_wrap=True)
+            for group in _by_case(new):
+                progress.console.print(_case_line(group), soft_wrap=True)
+            if json is not None:
+                write_rows(json, env, rows)
+            progress.advance(task)
+    if json is not None:
+        console.print(f"rows: {json}")
+    return rows
+
+
+def _by_case(rows: "Sequence[BenchRow]") -> "list[list[BenchRow]]":
+    """Rows of one shape and protocol together, in order."""
+    groups: dict[tuple[Any, ...], list[BenchRow]] = {}
+    for row in rows:
+        groups.setdefault(row.cell, []).append(row)
+    return list(groups.values())
+
+
+def _case_line(rows: "Sequence[BenchRow]") -> str:
+    """Shape, protocol, each provider's time and rate, and ours against the best other."""
+    from flash_hopper.testing.bench_run import compare
+    from flash_hopper.testing.bench_suites import length_label
+
+    first = rows[0]
+    lengths = length_label(first.seqlen_q)
+    if first.seqlen_k != first.seqlen_q:
+        lengths += f"x{length_label(first.seqlen_k)}"
+    shape = f"{first.dtype} d{first.d} {'causal' if first.causal else 'full':6} s{lengths:4} {first.protocol:11}"
+    times = [_time_text(row) for row in rows if row.us is not None]
+    ratio = "".join(
+        f"  [{'green' if c.ratio >= 1 else 'red'}]{c.ratio:.3f}x[/] of {c.peer.provider}" for c in compare(rows)
+    )
+    return f"{shape} " + ("  ".join(times) or "no provider could run") + ratio
+
+
+def _time_text(row: "BenchRow") -> str:
+    text = f"[bold]{row.provider}[/] {row.us:.1f} us"
+    if row.tflops is not None:
+        text += f" {row.tflops:.0f} TFLOP/s"
+    if row.mhz is not None and row.watt is not None:
+        text += f" ({row.mhz:.0f} MHz, {row.watt:.0f} W)"
+    return text
+
+
+def _show_summary(rows: "Sequence[BenchRow]", console: Console) -> None:
+    from flash_hopper.testing.bench_run import summarise
+
+    for summary in summarise(rows):
+        worst = summary.worst
+        where = f"d{worst.ours.d} {'causal' if worst.ours.causal else 'full'} s{worst.ours.seqlen_q}"
+        unmatched = f", {summary.unmatched} without a peer" if summary.unmatched else ""
+        console.print(
+            f"[bold]{summary.protocol}[/]: ours / best peer, geometric mean of {summary.cells} cells{unmatched}: "
+            f"[bold]{summary.geometric_mean:.3f}[/]; worst {worst.ratio:.3f} ({where}, {worst.peer.provider})",
+            soft_wrap=True,
+        )
+
+
+def _fill_tables(document: Path, console: Console) -> None:
+    from flash_hopper.testing.tables import update_tables
+
+    if not document.is_file():
+        raise ArgumentError(f"tables must name a document, got {document}")
+    changed = update_tables(document, document.resolve().parent)
+    console.print(f"{document}: {'tables renewed' if changed else 'tables are up to date'}")
+
+
+def _selection(dtype: str, dims: str | None, seqlens: str | None, mask: str, cells: int | None) -> "Selection":
+    from flash_hopper.problem.dtypes import DType
+    from flash_hopper.testing.bench_suites import MAIN_SEQLENS, Selection
+
+    if dtype not in {str(d) for d in DType}:
+        raise ArgumentError(f"dtype must be bf16 or fp16, got {dtype!r}")
+    if mask not in MASKS:
+        raise ArgumentError(f"mask must be one of {', '.join(MASKS)}, got {mask!r}")
+    if cells not in (None, 18, 36):
+        raise ArgumentError(f"cells must be 18 or 36, got {cells}")
+    lengths = [_length(text) for text in _names(seqlens)] or (MAIN_SEQLENS if cells == 18 else None)
+    return Selection(DType(dtype), [_length(text) for text in _names(dims)] or None, lengths, MASKS[mask])
+
+
+def _check_providers(names: Sequence[str]) -> None:
+    from flash_hopper.testing.providers import PROVIDERS
+
+    unknown = [name for name in names if name not in PROVIDERS]
+    if unknown:
+        raise ArgumentError(f"providers must be of {', '.join(PROVIDERS)}, got {', '.join(unknown)}")
+
+
+def _require_hopper() -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise DeviceError("bench measures on a GPU of compute capability 9.0; torch sees no CUDA device here")
+    capability = torch.cuda.get_device_capability()
+    if capability != (9, 0):
+        raise DeviceError(f"bench measures on a GPU of compute capability 9.0, this one has {capability}")
+
+
+def _names(text: str | None) -> list[str]:
+    """The parts of a comma-separated option."""
+    return [part.strip() for part in (text or "").split(",") if part.strip()]
+
+
+def _length(text: str) -> int:
+    """512 or 16k."""
+    number, factor = (text[:-1], 1024) if text.lower().endswith("k") else (text, 1)
+    if not number.isdigit():
+        raise ArgumentError(f"a size must be a number such as 512 or 16k, got {text!r}")
+    return int(number) * factor

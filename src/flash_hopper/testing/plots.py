@@ -1,0 +1,83 @@
+"""Figures from stored bench rows.
+
+One panel per head dim and mask, one line per provider over the sequence length. Needs the `plot` extra (matplotlib).
+"""
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from flash_hopper.problem.errors import ArgumentError, MissingDependencyError
+from flash_hopper.testing.bench_run import BenchRow
+from flash_hopper.testing.bench_suites import length_label
+from flash_hopper.testing.tables import LABELS
+
+COLOURS = {
+    "ours": "#d1495b",
+    "ours-out": "#e8964f",
+    "fa3": "#30638e",
+    "fa4": "#6ba368",
+    "sdpa-cudnn": "#8e7dbe",
+    "sdpa-flash": "#9a9a9a",
+}
+INK, GRID = "#333333", "#e4e4e4"
+
+
+def plot_rows(env: dict[str, Any], rows: Sequence[BenchRow], path: Path) -> None:
+    """Draw TFLOP/s (us for host protocols) of rows of one protocol and write an svg, png or pdf.
+
+    Raises MissingDependencyError without matplotlib and ArgumentError if there is nothing to draw.
+    """
+    if find_spec("matplotlib") is None:
+        raise MissingDependencyError("--plot needs matplotlib: pip install 'flash-hopper[plot]'")
+    protocols = list(dict.fromkeys(row.protocol for row in rows if row.us is not None))
+    if len(protocols) != 1:
+        raise ArgumentError(f"a figure shows one protocol, the rows hold {', '.join(protocols) or 'none'}")
+    from matplotlib import rc_context  # an optional package
+    from matplotlib.figure import Figure
+
+    measured = [row for row in rows if row.us is not None]
+    dims, masks = sorted({row.d for row in measured}), sorted({row.causal for row in measured})
+    figure = Figure(figsize=(3.7 * len(dims) + 0.4, 2.9 * len(masks) + 0.8), layout="constrained")
+    axes: Any = figure.subplots(len(masks), len(dims), squeeze=False)
+    for line, causal in enumerate(masks):
+        for column, d in enumerate(dims):
+            panel = [row for row in measured if row.d == d and row.causal == causal]
+            _draw_panel(axes[line][column], panel, f"head dim {d}, {'causal' if causal else 'full'}")
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False, fontsize=9)
+    caption = f"{env.get('gpu') or 'no GPU'}, {measured[0].direction}, {measured[0].dtype}, protocol {protocols[0]}"
+    figure.supxlabel(caption, fontsize=8, color=INK)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # without a date and with fixed ids the same rows give the same file
+    with rc_context({"svg.hashsalt": "flash-hopper"}):
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=160)
+
+
+def _draw_panel(axis: Any, rows: Sequence[BenchRow], title: str) -> None:
+    has_rate = any(row.tflops is not None for row in rows)
+    lengths = sorted({row.seqlen_q for row in rows})
+    for provider in (p for p in LABELS if any(row.provider == p for row in rows)):
+        points = sorted((row for row in rows if row.provider == provider), key=lambda row: row.seqlen_q)
+        is_ours = provider.startswith("ours")
+        axis.plot(
+            [lengths.index(row.seqlen_q) for row in points],
+            [row.tflops if has_rate else row.us for row in points],
+            color=COLOURS[provider],
+            label=LABELS[provider].replace("`", ""),
+            marker="o",
+            markersize=4.5 if is_ours else 3,
+            linewidth=2.2 if is_ours else 1.3,
+            zorder=3 if is_ours else 2,
+        )
+    axis.set_title(title, fontsize=10, color=INK)
+    axis.set_xticks(range(len(lengths)), [length_label(n) for n in lengths])
+    axis.set_ylabel("TFLOP/s" if has_rate else "us", fontsize=9, color=INK)
+    axis.set_ylim(bottom=0)
+    axis.tick_params(labelsize=8, colors=INK, length=0)
+    axis.grid(axis="y", color=GRID, linewidth=0.8)
+    axis.set_axisbelow(True)
+    for side in ("top", "right", "left"):
+        axis.spines[side].set_visible(False)
+    axis.spines["bottom"].set_color(GRID)

@@ -1,0 +1,87 @@
+"""Markdown tables from stored bench rows, and keeping those in a document up to date.
+
+A document marks a table with two comments; everything between them is rendered from the named file:
+
+    <!-- bench: benchmarks/results/FILE.json PROTOCOL -->
+    <!-- /bench -->
+
+`flash-hopper bench --tables README.md` rewrites them, and a test fails if a table is not what its file says.
+"""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from flash_hopper.problem.errors import ArgumentError
+from flash_hopper.testing.bench_run import BenchRow, read_rows
+from flash_hopper.testing.bench_suites import length_label
+
+BLOCK = re.compile(r"(<!-- bench: (?P<file>\S+) (?P<protocol>\S+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
+LABELS = {
+    "ours": "flash-hopper",
+    "ours-out": "flash-hopper, `out=`",
+    "sdpa-flash": "SDPA flash (FA2)",
+    "sdpa-cudnn": "SDPA cuDNN",
+    "fa3": "FA3 C++",
+    "fa4": "FA4 CuTe",
+}
+
+
+def update_tables(document: Path, root: Path) -> bool:
+    """Render every marked table of a document again; True if the file changed. Files are relative to `root`."""
+    before = document.read_text()
+    after = render_tables(before, root)
+    if after != before:
+        document.write_text(after)
+    return after != before
+
+
+def render_tables(text: str, root: Path) -> str:
+    """The text of a document with its marked tables as their files say. Raises ArgumentError for a missing file."""
+
+    def block(match: re.Match[str]) -> str:
+        env, rows = read_rows(root / match["file"])
+        table = render_table(env, [row for row in rows if row.protocol == match["protocol"]])
+        return f"{match[1]}{table}{match[4]}"
+
+    return BLOCK.sub(block, text)
+
+
+def render_table(env: dict[str, Any], rows: Sequence[BenchRow]) -> str:
+    """One line per head dim, mask and provider, one column per length; the best of each cell is bold.
+
+    TFLOP/s for GPU protocols, microseconds for the others. `rows` are of one protocol.
+    """
+    if not rows:
+        raise ArgumentError("no row of this protocol to make a table of")
+    has_rate = any(row.tflops is not None for row in rows)
+    lengths = sorted({row.seqlen_q for row in rows})
+    providers = [p for p in dict.fromkeys(row.provider for row in rows) if any(r.us for r in rows if r.provider == p)]
+    unit = "TFLOP/s" if has_rate else "us"
+    lines = [
+        f"| head dim | mask | {unit} | " + " | ".join(length_label(n) for n in lengths) + " |",
+        "|---|---|---|" + "---:|" * len(lengths),
+    ]
+    for d, causal in dict.fromkeys((row.d, row.causal) for row in rows):
+        group = [row for row in rows if (row.d, row.causal) == (d, causal)]
+        for provider in providers:
+            cells = [_cell(group, provider, n, has_rate) for n in lengths]
+            mask = "causal" if causal else "full"
+            lines.append(f"| {d} | {mask} | {LABELS.get(provider, provider)} | " + " | ".join(cells) + " |")
+    where = ", ".join(
+        str(fact)
+        for fact in (env.get("gpu"), f"driver {env['driver']}" if env.get("driver") else None, f"torch {env['torch']}")
+        if fact
+    )
+    return "\n".join(lines) + f"\n\n{where}, {str(env['date'])[:10]}, protocol {rows[0].protocol}, {rows[0].dtype}.\n"
+
+
+def _cell(group: Sequence[BenchRow], provider: str, length: int, has_rate: bool) -> str:
+    column = [row for row in group if row.seqlen_q == length and row.us is not None]
+    row = next((row for row in column if row.provider == provider), None)
+    if row is None or row.us is None:
+        return "-"
+    text = f"{row.tflops:.0f}" if has_rate else f"{row.us:.1f}"
+    is_best = row.us == min(other.us for other in column if other.us is not None)
+    return f"**{text}**" if is_best else text
