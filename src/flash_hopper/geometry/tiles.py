@@ -9,7 +9,10 @@ from typing import NamedTuple
 
 from flash_hopper.geometry.arith import Int, minimum
 
-L2_BUDGET_BYTES = 32 << 20  # of 50 MB; the rest holds Q, O and what other CTAs are about to leave
+# Keys and values of a section; 32 MiB was best up to 4k tokens, and never fewer than 16 pairs: with fewer, CTAs run out
+# of long tiles to start with (H200, 2026-11, docs/findings/causal_order.md).
+SECTION_BYTES = 32 << 20
+SECTION_PAIRS = 16
 
 
 class TileCoord(NamedTuple):
@@ -35,10 +38,10 @@ def tile_coord(tile: Int, m_blocks: Int, heads: Int, batch: Int, heads_per_secti
 def heads_per_section(key_bytes: int, is_causal: bool, heads: int, batch: int, qhead_per_kvhead: int) -> int:
     """How many (batch, head) pairs share a section. `key_bytes`: K and V of one key head of one batch entry.
 
-    Full attention runs head by head: interleaving heads cost 1-4 % (H200, 2026-11). Causal interleaves as many as
-    fit L2; the query heads of one key head count once.
+    Full attention runs head by head: interleaving heads cost 1-4 % (H200, 2026-11). Causal interleaves what fits
+    `SECTION_BYTES`, where the query heads of one key head count once, and at least `SECTION_PAIRS`.
     """
     if not is_causal:
         return 1
-    key_heads = max(1, L2_BUDGET_BYTES // max(key_bytes, 1))
-    return min(heads * batch, key_heads * qhead_per_kvhead)
+    pairs = SECTION_BYTES // max(key_bytes, 1) * qhead_per_kvhead
+    return max(1, min(heads * batch, max(pairs, SECTION_PAIRS)))

@@ -1,0 +1,49 @@
+"""torch tensors as the checks and the kernels see them."""
+
+from typing import Any
+
+import torch
+
+from flash_hopper.problem.dtypes import DType
+from flash_hopper.problem.errors import DTypeError
+from flash_hopper.problem.tensor import TensorSpec
+
+DTYPES = {
+    torch.bfloat16: DType.BF16,
+    torch.float16: DType.FP16,
+    torch.float32: DType.FP32,
+    torch.float64: DType.FP64,
+}
+ALIGN_BYTES = 16  # of addresses and of every stride but the last, for TMA
+
+
+def describe(name: str, tensor: Any) -> TensorSpec:
+    """What `problem` needs to know about an argument. Raises DTypeError if it is no tensor."""
+    if not isinstance(tensor, torch.Tensor):
+        raise DTypeError(f"{name} must be a torch.Tensor, got {type(tensor).__name__}")
+    return TensorSpec(
+        name=name,
+        shape=tuple(tensor.shape),
+        strides=tuple(tensor.stride()),
+        dtype=DTYPES.get(tensor.dtype),
+        dtype_name=str(tensor.dtype),
+        device=str(tensor.device),
+        requires_grad=tensor.requires_grad and torch.is_grad_enabled(),
+    )
+
+
+def is_aligned(tensor: torch.Tensor) -> bool:
+    """True if TMA can address the tensor: base and strides (of dimensions longer than 1) on 16-byte boundaries."""
+    step = ALIGN_BYTES // tensor.element_size()
+    strides = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
+    return tensor.data_ptr() % ALIGN_BYTES == 0 and all(size == 1 or stride % step == 0 for size, stride in strides)
+
+
+def with_plain_unit_strides(tensor: torch.Tensor) -> torch.Tensor:
+    """The same elements, with harmless strides in dimensions of size 1 (and 1 in the last one).
+
+    Such strides are never used, but a kernel's argument check looks at them. No copy.
+    """
+    strides = [0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    strides[-1] = 1
+    return tensor.as_strided(tensor.shape, strides)
