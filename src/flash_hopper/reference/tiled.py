@@ -1,0 +1,267 @@
+"""The CPU backend: the tile algorithm of the kernels, written in torch, with gradients.
+
+For each block of query rows the key blocks are visited from the last to the first with an online softmax in base 2:
+
+    c = |softmax_scale| log2(e),  S = sign(softmax_scale) Q K^T
+    m' = max(m, rowmax S),  P = 2^((S - m') c),  l = l 2^((m - m') c) + rowsum P,  O = O 2^((m - m') c) + P V
+    out = O / l,  lse = (m c + log2 l) ln 2
+
+Matrix products and softmax are float32 (float64 for float64 inputs); P is rounded to the input dtype in front of P
+V, as the tensor cores need it. The query heads of a key head are rows of one tile, so K and V are never repeated,
+and all (batch, key head) pairs go through a step together. `launch` calls it for CPU tensors; it runs on any device
+and is not tuned for speed.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from flash_hopper.geometry.arith import ceil_div
+from flash_hopper.geometry.blocks import key_blocks, visible_keys
+from flash_hopper.problem.dtypes import DType
+from flash_hopper.problem.features import Feature
+
+DTYPES = (DType.BF16, DType.FP16, DType.FP32, DType.FP64)
+"""Element types that this backend computes."""
+
+SUPPORTED = frozenset(
+    {
+        Feature.CAUSAL,
+        Feature.GQA,
+        Feature.HEAD_DIM_V,
+        Feature.NEGATIVE_SCALE,
+        Feature.LSE,
+        Feature.GRADIENT,
+        Feature.PACK_GQA,  # a tile always holds all query heads of its key head
+        Feature.DETERMINISTIC,
+        Feature.SM_MARGIN,  # no SM is used, so any number of them stays free
+    }
+)
+"""What this backend can do. Batch invariance is missing: a BLAS may order its sums by the size of the whole batch."""
+
+TILE_M, TILE_N = 128, 128
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    softmax_scale: float,
+    causal: bool,
+    tile_m: int = TILE_M,
+    tile_n: int = TILE_N,
+) -> tuple[Tensor, Tensor]:
+    """Attention of q (batch, seqlen_q, heads, d), k (batch, seqlen_k, heads_k, d), v (batch, seqlen_k, heads_k, dv).
+
+    Returns out (batch, seqlen_q, heads, dv) in q's dtype, contiguous, and lse (batch, heads, seqlen_q), natural
+    log, in float32 (float64 for float64 inputs). Both are differentiable, once. Causal is aligned bottom-right; a
+    row that sees no key has out = 0, lse = -inf and zero gradients. Sizes may be 0; the scale may be negative or
+    zero. The arguments have been checked by `problem.attention_problem`; tile sizes change the order of sums and
+    nothing else.
+    """
+    settings = _Settings(softmax_scale, causal, tile_m, tile_n)
+    out, lse = _TiledAttention.apply(q, k, v, settings)  # type: ignore[no-untyped-call]
+    return out, lse
+
+
+class _Settings(NamedTuple):
+    """What is no tensor. `sign` and `scale_log2` fold the softmax scale as the module says."""
+
+    softmax_scale: float
+    causal: bool
+    tile_m: int
+    tile_n: int
+
+    @property
+    def sign(self) -> float:
+        return math.copysign(1.0, self.softmax_scale) if self.softmax_scale else 0.0
+
+    @property
+    def scale_log2(self) -> float:
+        # with a zero scale the scores are zero already, and any positive factor keeps -inf * c defined
+        return abs(self.softmax_scale) * math.log2(math.e) or 1.0
+
+
+class _TiledAttention(torch.autograd.Function):
+    """Ties the two passes to autograd; lse is an output with a gradient like out."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, settings: _Settings) -> tuple[Tensor, Tensor]:
+        with torch.autocast(q.device.type, enabled=False):
+            out, lse = _forward(q, k, v, settings)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.settings = settings
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        if d_out is None and d_lse is None:
+            return None, None, None, None
+        with torch.autocast(q.device.type, enabled=False):
+            return *_backward(q, k, v, out, lse, d_out, d_lse, ctx.settings), None
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, settings: _Settings) -> tuple[Tensor, Tensor]:
+    batch, seqlen_q, heads, _ = q.shape
+    seqlen_k, heads_k, head_dim_v = v.shape[1:]
+    wide = _accumulator_dtype(q.dtype)
+    out = q.new_zeros((batch, seqlen_q, heads, head_dim_v))
+    lse = q.new_full((batch, heads, seqlen_q), -torch.inf, dtype=wide)
+    if seqlen_k == 0 or batch * heads == 0:
+        return out, lse
+    rows_q, keys, values = _query_rows(q, heads_k, wide), _key_rows(k, wide), _key_rows(v, wide)
+    out_rows, lse_rows = _grouped(out, heads_k), torch.unflatten(lse, 1, (heads_k, -1))
+    for m_block in range(ceil_div(seqlen_q, settings.tile_m)):
+        rows = _block(m_block, settings.tile_m, seqlen_q)
+        tile, state = rows_q[:, :, :, rows], None
+        blocks = key_blocks(rows.start, settings.tile_m, seqlen_q, seqlen_k, settings.tile_n, settings.causal)
+        for n_block in reversed(range(blocks.end)):
+            cols = _block(n_block, settings.tile_n, seqlen_k)
+            scores = _scores(tile, keys[:, :, cols], settings.sign)
+            hidden = None
+            if settings.causal and n_block >= blocks.full:
+                hidden = _hidden_keys(rows, cols, seqlen_q, seqlen_k, q.device)
+            state = _online_softmax_step(state, scores, hidden, values[:, :, cols], settings.scale_log2, q.dtype)
+        assert state is not None, f"no key block for rows {rows}: {blocks}"
+        blind = state.total == 0
+        total = state.total.masked_fill(blind, 1.0)
+        out_rows[:, :, :, rows] = (state.acc / total.unsqueeze(-1)).to(q.dtype)
+        log_total = state.top * settings.scale_log2 + total.log2()
+        lse_rows[:, :, :, rows] = (log_total * math.log(2)).masked_fill(blind, -torch.inf)
+    return out, lse
+
+
+class _SoftmaxState(NamedTuple):
+    """Online softmax of a tile: `top` (m) and `total` (l) of shape (b, hk, group, rows), `acc` (O) with dv behind."""
+
+    top: Tensor
+    total: Tensor
+    acc: Tensor
+
+
+def _online_softmax_step(
+    state: _SoftmaxState | None,
+    scores: Tensor,
+    hidden: Tensor | None,
+    values: Tensor,
+    scale_log2: float,
+    dtype: torch.dtype,
+) -> _SoftmaxState:
+    """Take in one key block: scores (b, hk, group, rows, keys), values (b, hk, keys, dv), P rounded to `dtype`.
+
+    `top` starts at the lowest finite number, so that a block in which a row sees no key leaves no NaN behind.
+    """
+    seen = scores if hidden is None else scores.masked_fill(hidden, -torch.inf)
+    top = seen.amax(dim=-1).clamp_min(torch.finfo(scores.dtype).min)
+    if state is not None:
+        top = torch.maximum(top, state.top)
+    weights = torch.exp2((scores - top.unsqueeze(-1)) * scale_log2)
+    if hidden is not None:
+        weights = weights.masked_fill(hidden, 0.0)
+    total, acc = weights.sum(dim=-1), _times(_rounded(weights, dtype), values)
+    if state is not None:
+        rescale = torch.exp2((state.top - top) * scale_log2)
+        total, acc = total + state.total * rescale, acc + state.acc * rescale.unsqueeze(-1)
+    return _SoftmaxState(top, total, acc)
+
+
+def _backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    d_out: Tensor | None,
+    d_lse: Tensor | None,
+    settings: _Settings,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv by recomputing P = 2^(S c - lse log2 e), with D = rowsum(dO O) - dLSE and dS = P (dP - D)."""
+    seqlen_q, seqlen_k, heads_k = q.shape[1], k.shape[1], k.shape[2]
+    wide = _accumulator_dtype(q.dtype)
+    if q.numel() == 0 or k.numel() == 0:
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    rows_q, keys, values = _query_rows(q, heads_k, wide), _key_rows(k, wide), _key_rows(v, wide)
+    d_out = torch.zeros_like(out) if d_out is None else d_out
+    d_rows = _query_rows(d_out, heads_k, wide)
+    dots = (d_rows * _query_rows(out, heads_k, wide)).sum(dim=-1)
+    lse_rows = torch.unflatten(lse, 1, (heads_k, -1))
+    if d_lse is not None:
+        dots = dots - torch.unflatten(d_lse.to(wide), 1, (heads_k, -1))
+    blind = lse_rows == -torch.inf
+    # a row without keys gets P = 0 and no gradient, whatever comes back through its lse
+    dots, lse_log2 = dots.masked_fill(blind, 0.0), lse_rows.masked_fill(blind, torch.inf) * math.log2(math.e)
+    dq, dk, dv = torch.zeros_like(rows_q), torch.zeros_like(keys), torch.zeros_like(values)
+    for m_block in range(ceil_div(seqlen_q, settings.tile_m)):
+        rows = _block(m_block, settings.tile_m, seqlen_q)
+        tile, d_tile = rows_q[:, :, :, rows], d_rows[:, :, :, rows]
+        blocks = key_blocks(rows.start, settings.tile_m, seqlen_q, seqlen_k, settings.tile_n, settings.causal)
+        for n_block in reversed(range(blocks.end)):
+            cols = _block(n_block, settings.tile_n, seqlen_k)
+            scores = _scores(tile, keys[:, :, cols], settings.sign)
+            weights = torch.exp2(scores * settings.scale_log2 - lse_log2[:, :, :, rows].unsqueeze(-1))
+            if settings.causal and n_block >= blocks.full:
+                weights = weights.masked_fill(_hidden_keys(rows, cols, seqlen_q, seqlen_k, q.device), 0.0)
+            d_weights = _scores(d_tile, values[:, :, cols], 1.0)
+            d_scores = _rounded(weights * (d_weights - dots[:, :, :, rows].unsqueeze(-1)), q.dtype)
+            dv[:, :, cols] += _transposed_times(_rounded(weights, q.dtype), d_tile)
+            dq[:, :, :, rows] += _times(d_scores, keys[:, :, cols])
+            dk[:, :, cols] += _transposed_times(d_scores, tile)
+    scale = settings.softmax_scale
+    d_query = (dq * scale).flatten(1, 2).transpose(1, 2)
+    return d_query.to(q.dtype), (dk * scale).transpose(1, 2).to(k.dtype), dv.transpose(1, 2).to(v.dtype)
+
+
+def _accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x with the precision of `dtype`, kept in its own."""
+    return x.to(dtype).to(x.dtype)
+
+
+def _grouped(x: Tensor, heads_k: int) -> Tensor:
+    """A view of x (b, seqlen_q, heads, d) as (b, heads_k, group, seqlen_q, d)."""
+    return torch.unflatten(x.transpose(1, 2), 1, (heads_k, -1))
+
+
+def _query_rows(x: Tensor, heads_k: int, dtype: torch.dtype) -> Tensor:
+    return _grouped(x, heads_k).to(dtype, memory_format=torch.contiguous_format)
+
+
+def _key_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x (b, seqlen_k, heads_k, d) as (b, heads_k, seqlen_k, d)."""
+    return x.transpose(1, 2).to(dtype, memory_format=torch.contiguous_format)
+
+
+def _block(index: int, size: int, length: int) -> slice:
+    return slice(index * size, min((index + 1) * size, length))
+
+
+def _scores(rows: Tensor, keys: Tensor, sign: float) -> Tensor:
+    """(b, hk, group, rows, d) x (b, hk, keys, d) -> (b, hk, group, rows, keys), all heads of a group in one product."""
+    product = torch.unflatten(rows.flatten(2, 3) @ keys.transpose(2, 3), 2, rows.shape[2:4])
+    return product if sign == 1.0 else product * sign
+
+
+def _times(weights: Tensor, keys: Tensor) -> Tensor:
+    """(b, hk, group, rows, keys) x (b, hk, keys, d) -> (b, hk, group, rows, d)."""
+    return torch.unflatten(weights.flatten(2, 3) @ keys, 2, weights.shape[2:4])
+
+
+def _transposed_times(weights: Tensor, rows: Tensor) -> Tensor:
+    """(b, hk, group, rows, keys) x (b, hk, group, rows, d) -> (b, hk, keys, d), summed over the group's heads."""
+    return weights.flatten(2, 3).transpose(2, 3) @ rows.flatten(2, 3)
+
+
+def _hidden_keys(rows: slice, cols: slice, seqlen_q: int, seqlen_k: int, device: torch.device) -> Tensor:
+    """(rows, cols) booleans: True where a causal row does not see a key."""
+    seen = [visible_keys(row, seqlen_q, seqlen_k, is_causal=True) for row in range(rows.start, rows.stop)]
+    return torch.arange(cols.start, cols.stop, device=device) >= torch.tensor(seen, device=device)[:, None]

@@ -1,0 +1,253 @@
+"""Tensors for a case: values, strides, and NaN in every byte that nobody may touch.
+
+Each operand is a view into a flat buffer that was filled with one NaN pattern first: in front of the view, behind
+it and in the gaps between its rows. A kernel that reads beyond a view meets NaN; one that writes beyond `out`
+leaves a trace, which `Inputs.out_is_contained` finds. Values are drawn on the CPU from the case's seed, so that a
+case holds the same bits on every device. `testing.run` is the caller.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Generator, Tensor
+
+from flash_hopper.problem.dtypes import DType
+from flash_hopper.testing.cases import Case
+
+TORCH_DTYPES = {
+    DType.BF16: torch.bfloat16,
+    DType.FP16: torch.float16,
+    DType.FP32: torch.float32,
+    DType.FP64: torch.float64,
+}
+
+GUARD = 64  # elements of NaN in front of and behind every buffer; keeps a view 128-byte aligned
+# integer type of the same size, and a quiet NaN with a payload that no arithmetic produces
+_NAN_BITS = {
+    torch.bfloat16: (torch.int16, 0x7FE5),
+    torch.float16: (torch.int16, 0x7FE5),
+    torch.float32: (torch.int32, 0x7FE5E5E5),
+    torch.float64: (torch.int64, 0x7FFDE5E5E5E5E5E5),
+}
+# strides for dimensions of size 1: no offset is ever computed from them
+_ODD_STRIDES = (2**33 + 1, 7, 3)
+
+
+@dataclass
+class Inputs:
+    """Operands of a case on a device. `out` is None if the case gives none; `buffers` holds each view's memory."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor | None
+    buffers: dict[str, Tensor]
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """Copies of the memory of q, k and v."""
+        return {name: _bits(flat).clone() for name, flat in self.buffers.items() if name != "o"}
+
+    def changed(self, snapshot: dict[str, Tensor]) -> str | None:
+        """Which input differs from the snapshot in any bit, inside its view or around it."""
+        return next((n for n, bits in snapshot.items() if not torch.equal(bits, _bits(self.buffers[n]))), None)
+
+    def refill_out(self) -> None:
+        """NaN again in all of out's memory."""
+        fill_nan(self.buffers["o"])
+
+    def out_is_contained(self) -> bool:
+        """True if nothing around the view of out was written. `out` holds NaN afterwards: read it first."""
+        assert self.out is not None
+        fill_nan(self.out)
+        flat = self.buffers["o"]
+        return bool((_bits(flat) == _NAN_BITS[flat.dtype][1]).all())
+
+
+def make_inputs(case: Case, device: torch.device | str = "cpu") -> Inputs:
+    """q, k, v (and out, if the case gives it) with the strides and values of the case."""
+    dtype = TORCH_DTYPES[case.dtype]
+    buffers: dict[str, Tensor] = {}
+    views: dict[str, Tensor] = {}
+    if case.layout == "packed":
+        views.update(_packed_views(case, dtype, device, buffers))
+    for operand in "qkvo" if case.give_out else "qkv":
+        if operand not in views:
+            place = _place(case, operand)
+            buffers[operand] = nan_buffer(place.elements, dtype, device)
+            views[operand] = buffers[operand].as_strided(case.shape(operand), place.strides, GUARD + place.offset)
+    for operand, values in zip("qkv", draw(case), strict=True):
+        _write(views[operand], values)
+    return Inputs(views["q"], views["k"], views["v"], views.get("o"), buffers)
+
+
+def nan_buffer(elements: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """A flat buffer of NaN with `GUARD` more elements on both sides."""
+    flat = torch.empty(elements + 2 * GUARD, dtype=dtype, device=device)
+    fill_nan(flat)
+    return flat
+
+
+def fill_nan(x: Tensor) -> None:
+    """The NaN pattern in every element of a tensor of any strides."""
+    _bits(x).fill_(_NAN_BITS[x.dtype][1])
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.view(_NAN_BITS[x.dtype][0])
+
+
+class _Place(NamedTuple):
+    """Where a view lies behind the guard: strides and offset, in a buffer of so many elements."""
+
+    strides: tuple[int, ...]
+    offset: int
+    elements: int
+
+
+def _place(case: Case, operand: str) -> _Place:
+    shape = case.shape(operand)
+    layout = case.layout if operand in case.strided else "bshd"
+    batch, seqlen, heads, dim = shape
+    if layout == "bhsd":
+        return _slice_of(shape, (0, 2, 1, 3))
+    if layout == "sbhd":
+        return _slice_of(shape, (1, 0, 2, 3))
+    if layout == "headslice":
+        return _slice_of((batch, seqlen, heads + 3, dim), offset=2 * dim)
+    if layout == "dimslice":
+        return _slice_of((batch, seqlen, heads, dim + 24), offset=8)
+    if layout == "misstride":
+        return _slice_of((batch, seqlen, heads, dim + 1))
+    if layout in ("offset", "misaligned"):
+        return _slice_of(shape, offset=8 if layout == "offset" else 1)
+    if layout in ("expand_batch", "expand_heads") and operand != "o":
+        dim_index = 0 if layout == "expand_batch" else 2
+        one = list(shape)
+        one[dim_index] = min(1, shape[dim_index])
+        place = _slice_of(tuple(one))
+        return place._replace(strides=tuple(0 if i == dim_index else s for i, s in enumerate(place.strides)))
+    place = _slice_of(shape)
+    if layout == "size1":
+        odd = (*_ODD_STRIDES, 1)
+        return place._replace(
+            strides=tuple(o if n == 1 else s for n, s, o in zip(shape, place.strides, odd, strict=True))
+        )
+    return place
+
+
+def _slice_of(sizes: tuple[int, ...], order: tuple[int, ...] = (0, 1, 2, 3), offset: int = 0) -> _Place:
+    """Strides of a compact tensor of `sizes` whose dimensions lie in memory in `order`, the last one fastest."""
+    strides, step = [0] * 4, 1
+    for dim in reversed(order):
+        strides[dim] = step
+        step *= max(sizes[dim], 1)
+    return _Place(tuple(strides), offset, step + offset)
+
+
+def _packed_views(
+    case: Case, dtype: torch.dtype, device: torch.device | str, buffers: dict[str, Tensor]
+) -> Iterable[tuple[str, Tensor]]:
+    """Slices of one buffer, which is put under "packed" into `buffers`."""
+    operands = case.strided.replace("o", "")
+    along = 2 if case.d == case.dv else 3
+    sizes = [case.shape(operand)[along] for operand in operands]
+    whole = list(case.shape("k"))
+    whole[along] = sum(sizes)
+    place = _slice_of(tuple(whole))
+    buffers["packed"] = nan_buffer(place.elements, dtype, device)
+    views = torch.split(buffers["packed"].as_strided(whole, place.strides, GUARD), sizes, dim=along)
+    return zip(operands, views, strict=True)
+
+
+def _write(view: Tensor, values: Tensor) -> None:
+    """Store values; a dimension of stride 0 takes its first entry."""
+    for dim in range(view.dim()):
+        if view.stride(dim) == 0 and view.shape[dim] > 1:
+            view, values = view.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
+    view.copy_(values)
+
+
+def draw(case: Case) -> tuple[Tensor, Tensor, Tensor]:
+    """Values of q, k and v as float32 on the CPU, contiguous, before they are rounded to the case's dtype."""
+    generator = Generator().manual_seed(case.seed)
+    q, k, v = (torch.randn(case.shape(operand), generator=generator) for operand in "qkv")
+    if case.values == "small":
+        return q * 1e-3, k * 1e-3, v * 1e-3
+    if case.values == "large":
+        return q * 1e3, k, v * 1e3
+    if case.values == "outlier":
+        for x in (q, k, v):
+            x[..., 3::16] *= 20
+        return q, k, v
+    if case.values == "mixed":
+        factor = (10.0 ** (torch.arange(case.batch) % 5 - 2))[:, None, None, None]
+        return q * factor.sqrt(), k * factor.sqrt(), v * factor
+    if case.values == "samesign":
+        return q, k, v.abs() + 0.5
+    if case.values == "onehot":
+        return *_one_hot(case, k, generator), v
+    if case.values != "normal":
+        return *_directed(case, q, k, generator), v
+    return q, k, v
+
+
+def _magnitude(case: Case) -> float:
+    """The factor between q k^T and the logits; 1 where the scale is zero."""
+    return abs(case.problem().softmax_scale) or 1.0
+
+
+def _one_hot(case: Case, k: Tensor, generator: Generator) -> tuple[Tensor, Tensor]:
+    """Keys of signs; every query is a multiple of one of its key head's keys, with 40 as the logit of this pair."""
+    k = k.sign()
+    if case.seqlen_k == 0 or case.heads == 0:
+        return torch.zeros(case.shape("q")), k
+    chosen = torch.randint(case.seqlen_k, (case.batch, case.seqlen_q, case.heads, 1), generator=generator)
+    of_head = k.repeat_interleave(case.heads // case.heads_k, dim=2)
+    q = of_head.gather(1, chosen.expand(-1, -1, -1, case.d))
+    return q * _towards(case) * (40 / (_magnitude(case) * case.d)), k
+
+
+def _towards(case: Case) -> float:
+    """-1 where a negative scale would turn the meant logits around."""
+    return -1.0 if case.scale is not None and case.scale < 0 else 1.0
+
+
+def _directed(case: Case, q: Tensor, k: Tensor, generator: Generator) -> tuple[Tensor, Tensor]:
+    """Noise plus a direction a head: the logit of a pair is about (row factor) x (key factor) x 1 nat."""
+    row, key = _factors(case, generator)
+    direction = torch.randn(max(case.heads_k, 1), case.d, generator=generator).sign() / case.d**0.5
+    # the same length for q and k along the direction
+    length = (float(key.abs().max()) / _magnitude(case)) ** 0.5 if key.numel() else 1.0
+    key = key / (_magnitude(case) * length)
+    group = case.heads // case.heads_k if case.heads_k else 1
+    along_q, along_k = direction[: case.heads_k].repeat_interleave(group, dim=0), direction[: case.heads_k]
+    noise = 0.5
+    return (
+        q * noise + (row * length * _towards(case))[..., None] * along_q,
+        k * noise + key[..., None] * along_k,
+    )
+
+
+def _factors(case: Case, generator: Generator) -> tuple[Tensor, Tensor]:
+    """Row factors (batch, seqlen_q, heads) and key factors (batch, seqlen_k, heads_k); products are logits."""
+    row = torch.ones(case.shape("q")[:3])
+    key = torch.ones(case.shape("k")[:3])
+    if case.values == "negative":
+        return row, key * -200
+    if case.values == "extreme":
+        sides = torch.randn(key.shape, generator=generator).sign()
+        sides[:, :, 1::2] = 1.0
+        return torch.randn(row.shape, generator=generator).sign(), 120 * sides
+    # a slope: up to 400 nats over all keys, at most a quarter nat a key
+    height = min(400.0, 0.25 * case.seqlen_k)
+    key = key * (torch.linspace(-height / 2, height / 2, case.seqlen_k)[:, None] if case.seqlen_k > 1 else 1.0)
+    if case.values == "slopes":
+        return torch.rand(row.shape, generator=generator) * 2 - 1, key
+    return row, -key if case.values == "falling" else key
+
+
+def with_seed(case: Case, seed: int) -> Case:
+    """The same case with other random numbers."""
+    return replace(case, seed=seed)
