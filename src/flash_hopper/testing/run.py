@@ -59,6 +59,19 @@ def run_case(
     return CaseResult(case, not message, message, out.worst_error, max(out.worst_ratio, lse.worst_ratio))
 
 
+def lost_device(device: torch.device | str) -> str | None:
+    """What a CUDA device answers to a trivial request if its context is beyond repair; None if it works."""
+    place = torch.device(device)
+    if place.type != "cuda":
+        return None
+    try:
+        torch.zeros(1, device=place).add_(1).item()
+        torch.cuda.synchronize(place)
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+    return None
+
+
 @contextmanager
 def nan_allocations() -> Iterator[None]:
     """Within it, memory that torch allocates without filling it holds NaN (integers: the largest value)."""

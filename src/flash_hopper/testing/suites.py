@@ -49,9 +49,9 @@ def plan_of(case: Case) -> ForwardPlan | None:
     return None if problem.has_no_output or problem.has_no_keys else plan_forward(problem)
 
 
-def plans_of(name: str) -> list[ForwardPlan]:
-    """The kernels that a suite needs, each once, in the order of first use."""
-    plans = (plan_of(case) for case in _SUITES[name]())
+def plans_of(cases: Iterable[Case]) -> list[ForwardPlan]:
+    """The kernels that some cases need, each once, in the order of first use."""
+    plans = map(plan_of, cases)
     return list(dict.fromkeys(plan for plan in plans if plan is not None))
 
 

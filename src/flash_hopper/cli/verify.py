@@ -1,0 +1,139 @@
+"""`flash-hopper verify`: run a suite of cases against float64 and say which fail, and how to replay them.
+
+One line a failure, then `N passed, N failed`, alone on the last line; the exit code is 1 if anything failed or
+could not be run. What is checked: `testing/run.py`, `testing/compare.py`; the suites: `testing/suites.py`.
+"""
+
+import json as json_format
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from flash_hopper.problem.errors import ArgumentError, DeviceError
+
+if TYPE_CHECKING:
+    from flash_hopper.testing.cases import Case
+    from flash_hopper.testing.run import CaseResult
+
+
+def verify(
+    suite: Annotated[str, typer.Option(help="smoke (for the CPU), forward or sanitizer.")] = "smoke",
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda or cuda:N; by default cuda if there is a GPU of capability 9.0.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Run this many cases, evenly spread over the suite.")] = None,
+    seed: Annotated[int, typer.Option(help="Other random numbers for every case.")] = 0,
+    json: Annotated[Path | None, typer.Option(help="Store the outcome here.")] = None,
+    case: Annotated[str | None, typer.Option(help="Run one case, in the form in which failures are shown.")] = None,
+    repeat: Annotated[int, typer.Option(min=1, help="Call each case so often and demand the same bits.")] = 1,
+) -> None:
+    """Check attention against float64, element by element, over a grid of cases."""
+    from flash_hopper.testing.cases import Case
+    from flash_hopper.testing.suites import sample
+    from flash_hopper.testing.suites import suite as cases_of
+
+    place = _device(device)
+    cases = [Case.parse(case)] if case is not None else sample(cases_of(suite, seed), limit)
+    console = Console()
+    outcome = _run_all(cases, place, repeat, console)
+    not_run = len(cases) - outcome.passed - len(outcome.failures)
+    if json is not None:
+        _write(json, "case" if case is not None else suite, place, outcome, not_run)
+    if outcome.lost:
+        lost = f"the GPU does not answer any more ({outcome.lost})"
+        console.print(f"stopped: {lost}; {not_run} cases were not run", **_PLAIN)
+    if outcome.closest is not None:
+        ratio, closest = outcome.closest.worst_ratio, outcome.closest.case
+        console.print(f"largest error of those that passed: {ratio:.2f} of what is allowed, {closest}", **_PLAIN)
+    console.print(f"{outcome.passed} passed, {len(outcome.failures)} failed", **_PLAIN)
+    if outcome.failures or not_run:
+        raise typer.Exit(1)
+
+
+@dataclass
+class _Outcome:
+    """What a run gave: `closest` is the passed case with the largest error, `lost` why the run ended early, if it did."""
+
+    passed: int = 0
+    failures: "list[CaseResult]" = field(default_factory=list)
+    closest: "CaseResult | None" = None
+    lost: str | None = None
+
+    def add(self, result: "CaseResult") -> None:
+        """Count one result."""
+        if not result.passed:
+            self.failures.append(result)
+            return
+        self.passed += 1
+        if self.closest is None or result.worst_ratio > self.closest.worst_ratio:
+            self.closest = result
+
+
+# messages hold brackets and are long: no markup, no colours of numbers, no wrapping
+_PLAIN: dict[str, Any] = {"markup": False, "highlight": False, "soft_wrap": True}
+
+
+def _device(name: str | None) -> str:
+    """The device to use. Raises DeviceError for one that cannot run anything here."""
+    import torch
+
+    if name is None:
+        has_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+        return "cuda" if has_hopper else "cpu"
+    kind, _, index = name.partition(":")
+    if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
+        raise ArgumentError(f"--device must be cpu, cuda or cuda:N, got {name!r}")
+    if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
+        raise DeviceError(f"--device {name}: this machine has {torch.cuda.device_count()} CUDA devices")
+    return name
+
+
+def _run_all(cases: "list[Case]", device: str, repeat: int, console: Console) -> _Outcome:
+    """Run the cases until the end or until the GPU is lost. Failures are shown as they come."""
+    from flash_hopper.testing.run import lost_device, run_case
+
+    outcome = _Outcome()
+    columns = (TextColumn("verify on {task.fields[device]}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TextColumn("{task.fields[state]}"), console=console, transient=True) as progress:
+        task = progress.add_task("verify", total=len(cases), device=device, state="")
+        for case in cases:
+            result = run_case(case, device, repeat=repeat)
+            outcome.add(result)
+            if not result.passed:
+                progress.console.print(f"FAILED {result.message} | {replay_command(case, device, repeat)}", **_PLAIN)
+                outcome.lost = lost_device(device)
+                if outcome.lost is not None:
+                    break
+            progress.update(task, advance=1, state=f"{len(outcome.failures)} failed" if outcome.failures else "")
+    return outcome
+
+
+def replay_command(case: "Case", device: str, repeat: int = 1) -> str:
+    """The command that runs one case again."""
+    again = f" --repeat {repeat}" if repeat > 1 else ""
+    return f'flash-hopper verify --device {device}{again} --case "{case}"'
+
+
+def _write(path: Path, suite: str, device: str, outcome: _Outcome, not_run: int) -> None:
+    from flash_hopper.testing.environment import environment
+
+    failures = [
+        {"case": str(f.case), "message": f.message, "replay": replay_command(f.case, device)} for f in outcome.failures
+    ]
+    closest = outcome.closest
+    stored = {
+        "env": environment(),
+        "suite": suite,
+        "device": device,
+        "passed": outcome.passed,
+        "failed": len(failures),
+        "not_run": not_run,
+        "closest": None if closest is None else {"case": str(closest.case), "error_to_allowed": closest.worst_ratio},
+        "failures": failures,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json_format.dumps(stored, indent=1) + "\n")
