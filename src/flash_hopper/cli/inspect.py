@@ -1,0 +1,220 @@
+"""`flash-hopper inspect`: what would run for given shapes, and why. Needs no GPU; `--sass` needs the DSL and nvdisasm.
+
+`show_plan` and `show_report` are also what `flash-hopper demo` prints on a machine without a GPU.
+"""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from flash_hopper.problem.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from flash_hopper.compile.inspect import KernelReport
+    from flash_hopper.plan.forward import ForwardPlan
+    from flash_hopper.problem.attention import AttentionProblem
+
+# H200 SXM, dense 16-bit: NVIDIA's data sheet
+SMS, PEAK_TFLOPS, PEAK_TBPS = 132, 989.0, 4.8
+
+
+def inspect(
+    seqlen_q: Annotated[int, typer.Option(min=1, help="Query length.")] = 4096,
+    seqlen_k: Annotated[int | None, typer.Option(min=1, help="Key length; default: the query length.")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Batch size.")] = 4,
+    heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 16,
+    heads_k: Annotated[int | None, typer.Option(min=1, help="Key and value heads; default: the query heads.")] = None,
+    head_dim: Annotated[int, typer.Option(help="Head dim of q and k.")] = 128,
+    head_dim_v: Annotated[int | None, typer.Option(help="Head dim of v; default: that of q.")] = None,
+    causal: Annotated[bool, typer.Option(help="Causal mask, aligned bottom-right.")] = False,
+    lse: Annotated[bool, typer.Option(help="Also return the log-sum-exp.")] = False,
+    dtype: Annotated[str, typer.Option(help="bf16 or fp16.")] = "bf16",
+    sass: Annotated[bool, typer.Option("--sass", help="Compile offline and count registers and instructions.")] = False,
+) -> None:
+    """Show tile, warps, registers, shared memory, pipelines and roofline of an attention call."""
+    from flash_hopper.plan.forward import plan_forward
+
+    problem = _problem(
+        dtype,
+        (batch, seqlen_q, heads, head_dim),
+        (seqlen_k or seqlen_q, heads_k or heads, head_dim_v or head_dim),
+        causal,
+        lse,
+    )
+    plan = plan_forward(problem)
+    console = Console()
+    show_plan(problem, plan, console)
+    if sass:
+        from flash_hopper.compile.inspect import kernel_report
+
+        with console.status("compiling"):
+            report = kernel_report(plan)
+        show_report(report, console)
+
+
+def show_plan(problem: "AttentionProblem", plan: "ForwardPlan", console: Console) -> None:
+    """Print everything about a forward call that is known without compiling."""
+    console.print(f"[bold]{plan.name}[/]")
+    for title, rows in (
+        ("tile", _tile_rows(problem, plan)),
+        ("warps and registers", _role_rows(plan)),
+        ("work", _work_rows(problem, plan)),
+        (f"roofline (H200: {PEAK_TFLOPS:.0f} TFLOP/s, {PEAK_TBPS} TB/s)", _roofline_rows(problem)),
+    ):
+        table = _table(title)
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+    console.print(_memory_table(plan))
+    console.print(_pipeline_table(plan))
+
+
+def show_report(report: "KernelReport", console: Console) -> None:
+    """Print what a compiled kernel is made of."""
+    from flash_hopper.compile.inspect import NOTABLE
+
+    table = _table("compiled for sm_90a")
+    table.add_row("registers a thread at launch", str(report.ptxas.registers))
+    table.add_row("spills, stack", f"{report.ptxas.spill_bytes} bytes, {report.ptxas.stack_bytes} bytes")
+    table.add_row("machine code, object file", f"{report.cubin_bytes} bytes, {report.object_bytes} bytes")
+    table.add_row("instructions", str(sum(report.instructions.values())))
+    table.add_row("compile time", f"{report.seconds:.2f} s")
+    for fault in report.ptxas.faults:
+        table.add_row("[red]fault[/]", escape(fault))
+    console.print(table)
+    counts = _table("instructions", "instruction", "count", "is")
+    for op, number in report.notable.items():
+        counts.add_row(op, str(number), NOTABLE.get(op, ""))
+    console.print(counts)
+
+
+def memory_map(plan: "ForwardPlan") -> list[tuple[str, int, str]]:
+    """Shared memory of the forward in order: (buffer, bytes, what it holds or shares its place with)."""
+    from flash_hopper.plan.budget import SMEM_BARRIER_BYTES, SMEM_RESERVED_BYTES
+
+    size = plan.dtype.itemsize
+    q, o = plan.tile_m * plan.tile_hdim * size, plan.tile_m * plan.tile_hdimv * size
+    k, v = plan.tile_n * plan.tile_hdim * size, plan.tile_n * plan.tile_hdimv * size
+    q_stage = max(q, o) if plan.o_aliases_q else q
+    return [
+        ("reserved", SMEM_RESERVED_BYTES, "by the runtime"),
+        ("barriers", SMEM_BARRIER_BYTES, "mbarriers and tile coordinates, up to the next 1024 bytes"),
+        ("sQ", q_stage * plan.q_stages, f"{plan.q_stages} x {plan.tile_m} x {plan.tile_hdim}"),
+        ("sK", k * plan.kv_stages, f"{plan.kv_stages} x {plan.tile_n} x {plan.tile_hdim}"),
+        ("sV", v * plan.kv_stages, f"{plan.kv_stages} x {plan.tile_n} x {plan.tile_hdimv}"),
+        ("sO", 0 if plan.o_aliases_q else o, "in sQ" if plan.o_aliases_q else f"{plan.tile_m} x {plan.tile_hdimv}"),
+    ]
+
+
+def _problem(
+    dtype: str, q: tuple[int, int, int, int], k: tuple[int, int, int], causal: bool, lse: bool
+) -> "AttentionProblem":
+    """The checked problem; q is (batch, seqlen, heads, head_dim), k (seqlen, heads, head_dim_v)."""
+    from flash_hopper.problem.attention import AttentionOptions, attention_problem
+    from flash_hopper.problem.dtypes import KERNEL_DTYPES
+    from flash_hopper.problem.tensor import TensorSpec
+
+    kinds = {str(d): d for d in KERNEL_DTYPES}
+    if dtype not in kinds:
+        raise ArgumentError(f"dtype must be one of {', '.join(kinds)}, got {dtype!r}")
+
+    def spec(name: str, *shape: int) -> TensorSpec:
+        strides = (shape[1] * shape[2] * shape[3], shape[2] * shape[3], shape[3], 1)
+        return TensorSpec(name, shape, strides, kinds[dtype], dtype, "cuda:0")
+
+    options = AttentionOptions(causal=causal, return_lse=lse)
+    batch, _, _, head_dim = q
+    return attention_problem(
+        spec("q", *q),
+        spec("k", batch, k[0], k[1], head_dim),
+        spec("v", batch, *k),
+        options,
+        dtypes=KERNEL_DTYPES,
+    )
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", show_header=bool(columns), box=None)
+    for column in columns:
+        table.add_column(column, justify="right" if column in ("bytes", "count", "stages", "arrivals") else "left")
+    return table
+
+
+def _tile_rows(problem: "AttentionProblem", plan: "ForwardPlan") -> list[tuple[str, str]]:
+    from flash_hopper.plan.tables.forward import choose_row
+
+    row = choose_row(plan.tile_hdim, plan.tile_hdimv)
+    is_short = row.short is not None and (plan.tile_m, plan.tile_n) == (row.short.m, row.short.n)
+    choice = "its tile for short lengths, which pads fewer rows here" if is_short else "its main tile"
+    return [
+        ("query rows x keys a step", f"{plan.tile_m} x {plan.tile_n}"),
+        ("head dims", f"{problem.head_dim} in {plan.tile_hdim}, {problem.head_dim_v} in {plan.tile_hdimv}"),
+        ("table row", f"head dims up to {row.hdim} and {row.hdimv}, {choice}"),
+        ("because", row.why),
+        ("ping-pong", "warpgroups take turns at issuing MMAs" if plan.has_pingpong else "off"),
+        ("scheduler", f"{plan.scheduler}, persistent CTAs"),
+    ]
+
+
+def _role_rows(plan: "ForwardPlan") -> list[tuple[str, str]]:
+    from flash_hopper.plan.roles import REGISTER_FILE, forward_roles
+
+    roles = forward_roles(plan)
+    at_launch = REGISTER_FILE // roles.threads // 8 * 8
+    return [
+        ("threads", f"{roles.threads}: 1 producer warpgroup, {roles.consumer_warpgroups} consumer warpgroups"),
+        ("registers a thread", f"{at_launch} at launch, then {roles.producer_registers} producer, "
+                               f"{roles.consumer_registers} consumer"),
+    ]  # fmt: skip
+
+
+def _work_rows(problem: "AttentionProblem", plan: "ForwardPlan") -> list[tuple[str, str]]:
+    from flash_hopper.geometry.arith import ceil_div
+
+    tiles = ceil_div(problem.seqlen_q, plan.tile_m) * problem.heads * problem.batch
+    rows = ceil_div(problem.seqlen_q, plan.tile_m) * plan.tile_m
+    return [
+        ("output tiles", f"{tiles}, {tiles / SMS:.2f} for each of {SMS} SMs"),
+        ("query rows computed", f"{rows} for {problem.seqlen_q} ({problem.seqlen_q / rows:.0%} of them asked for)"),
+        ("key blocks", f"up to {ceil_div(problem.seqlen_k, plan.tile_n)} a tile"),
+    ]
+
+
+def _roofline_rows(problem: "AttentionProblem") -> list[tuple[str, str]]:
+    p = problem
+    q_elements = p.batch * p.seqlen_q * p.heads * (p.head_dim + p.head_dim_v)
+    k_elements = p.batch * p.seqlen_k * p.heads_k * (p.head_dim + p.head_dim_v)
+    moved = (q_elements + k_elements) * p.dtype.itemsize
+    math_us, memory_us = p.flops / PEAK_TFLOPS / 1e6, moved / PEAK_TBPS / 1e6
+    bound = "arithmetic" if math_us > memory_us else "memory"
+    return [
+        ("arithmetic", f"{p.flops / 1e9:.1f} GFLOP, {math_us:.1f} us at peak"),
+        ("memory", f"{moved / 1e6:.1f} MB (q, k, v, out once), {memory_us:.1f} us at peak"),
+        ("bound by", f"{bound}, {p.flops / moved:.0f} FLOP a byte"),
+    ]
+
+
+def _memory_table(plan: "ForwardPlan") -> Table:
+    from flash_hopper.plan.budget import SMEM_LIMIT_BYTES
+
+    table = _table("shared memory", "buffer", "bytes", "holds")
+    rows = memory_map(plan)
+    for name, size, holds in rows:
+        table.add_row(name, str(size), holds)
+    total = sum(size for _, size, _ in rows)
+    table.add_row("total", str(total), f"of {SMEM_LIMIT_BYTES}")
+    return table
+
+
+def _pipeline_table(plan: "ForwardPlan") -> Table:
+    from flash_hopper.plan.roles import forward_pipelines
+
+    table = _table("pipelines", "name", "stages", "bytes", "arrivals", "freed by")
+    for spec in forward_pipelines(plan).values():
+        table.add_row(
+            spec.name, str(spec.stages), str(spec.tx_bytes), str(spec.consumer_arrivals), "one arrival a consumer warp"
+        )
+    return table

@@ -1,0 +1,99 @@
+"""Many plans at once: compile them into a disk cache with several worker processes.
+
+The compiler is single-threaded and takes 1 to 2 s and 0.6 GB a kernel, so throughput comes from processes. Called by
+`pack`, `flash-hopper compile` and the tests. Workers are spawned: a script that calls this needs the usual
+`if __name__ == "__main__"`.
+"""
+
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from flash_hopper import settings
+from flash_hopper.compile.disk import DiskCache
+from flash_hopper.compile.key import Plan
+from flash_hopper.compile.store import KernelStore
+from flash_hopper.compile.target import toolkit
+from flash_hopper.problem.errors import CacheError, CompileError
+
+if TYPE_CHECKING:
+    from flash_hopper.compile.build import Trace
+
+Result = TypeVar("Result")
+# Called after each plan with its name, how many are done and how many there are.
+Progress = Callable[[str, int, int], None]
+
+
+def fill_cache(plans: Sequence[Plan], jobs: int | None = None, progress: Progress | None = None) -> list[Path]:
+    """Put the kernels of `plans` into the disk cache of this user; returns their files, in order.
+
+    Raises CacheError if there is no such cache or it cannot be written, and what `compile_into` raises.
+    """
+    folder = settings.cache_folder()
+    if folder is None:
+        raise CacheError(f"the disk cache is off; set {settings.CACHE} to a folder")
+    if not DiskCache(folder).is_writable:
+        raise CacheError(f"the disk cache {folder} cannot be written; set {settings.CACHE} to another folder")
+    return compile_into(folder, plans, jobs=jobs, progress=progress)
+
+
+def compile_into(
+    folder: Path,
+    plans: Sequence[Plan],
+    suffix: str | None = None,
+    *,
+    jobs: int | None = None,
+    progress: Progress | None = None,
+    trace: "Trace | None" = None,
+) -> list[Path]:
+    """Files of `plans`, in order, compiled into the disk cache `folder` where they are not there yet.
+
+    `suffix` as in `KernelStore.ensure`: None for what this machine would load, OBJECT for what packs are linked from.
+    `jobs` worker processes (default: one a core). Raises MissingDependencyError, CacheError if the folder cannot be
+    written or, for the first plan that fails, CompileError.
+    """
+    toolkit()
+    paths = map_plans(_ensure, plans, jobs, progress, str(folder), suffix, trace)
+    elsewhere = [path for path in paths if path.parent != folder]
+    if elsewhere:
+        raise CacheError(f"{folder} could not be written, {len(elsewhere)} kernels were lost; is the disk full?")
+    return paths
+
+
+def map_plans(
+    function: Callable[..., Result],
+    plans: Sequence[Plan],
+    jobs: int | None = None,
+    progress: Progress | None = None,
+    *arguments: Any,
+) -> list[Result]:
+    """[function(plan, *arguments) for plan in plans] in worker processes; `function` is one that can be pickled."""
+    workers = max(1, min(jobs or os.cpu_count() or 1, len(plans)))
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_without_torch) as pool:
+        futures = {pool.submit(function, plan, *arguments): i for i, plan in enumerate(plans)}
+        try:
+            for done, future in enumerate(as_completed(futures), 1):
+                future.result()
+                if progress is not None:
+                    progress(plans[futures[future]].name, done, len(plans))
+        except BrokenProcessPool as error:
+            raise CompileError(f"a compile process died (out of memory? each takes 0.6 GB): {error}") from error
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    return [future.result() for future in futures]
+
+
+def _ensure(plan: Plan, folder: str, suffix: str | None, trace: "Trace | None") -> Path:
+    return KernelStore(Path(folder), trace=trace).ensure(plan, suffix)
+
+
+def _without_torch() -> None:
+    """tvm-ffi imports torch if it can; compiling does not need it, and it costs a second and 300 MB a worker."""
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]

@@ -1,0 +1,56 @@
+"""Named sets of plans worth compiling ahead of time. Called by `flash-hopper compile` and the compile tests."""
+
+from collections.abc import Iterable
+from itertools import product
+
+from flash_hopper.plan.forward import HDIM_STEP, ForwardPlan, plan_forward
+from flash_hopper.problem.attention import MAX_HEAD_DIM, AttentionProblem
+from flash_hopper.problem.dtypes import KERNEL_DTYPES, DType
+from flash_hopper.problem.errors import ArgumentError
+from flash_hopper.problem.features import Feature
+
+PAPER_HEAD_DIMS = (64, 128, 256)
+COMMON_HEAD_DIMS = (64, 96, 128, 192, 256)
+ALL_HEAD_DIMS = tuple(range(HDIM_STEP, MAX_HEAD_DIM + 1, HDIM_STEP))
+ASYMMETRIC_HEAD_DIMS = ((192, 128),)  # (head_dim, head_dim_v) of multi-head latent attention
+# A plan depends on a length only through how well it fills a tile: these lengths meet every choice.
+_LENGTHS = (*range(64, 1025, 64), 2048, 4096, 8192, 16384)
+
+PRESETS = {
+    "paper": "the forward kernels of the paper benchmark: bf16, head dims 64, 128, 256, full and causal",
+    "common": "bf16 and fp16, head dims 64, 96, 128, 192, 256, full and causal, with and without log-sum-exp",
+    "all": "as common, with every head dim after padding, and 192/128",
+}
+
+
+def preset_plans(name: str) -> list[ForwardPlan]:
+    """The plans of a preset, each once. Raises ArgumentError for a name that `PRESETS` lacks."""
+    if name == "paper":
+        return forward_plans([(d, d) for d in PAPER_HEAD_DIMS], dtypes=(DType.BF16,), lse=(False,))
+    if name == "common":
+        return forward_plans([(d, d) for d in COMMON_HEAD_DIMS])
+    if name == "all":
+        return forward_plans([*((d, d) for d in ALL_HEAD_DIMS), *ASYMMETRIC_HEAD_DIMS])
+    raise ArgumentError(f"preset must be one of {', '.join(PRESETS)}, got {name!r}")
+
+
+def forward_plans(
+    head_dims: Iterable[tuple[int, int]],
+    *,
+    dtypes: Iterable[DType] = KERNEL_DTYPES,
+    causal: Iterable[bool] = (False, True),
+    lse: Iterable[bool] = (False, True),
+    negative_scale: Iterable[bool] = (False,),
+) -> list[ForwardPlan]:
+    """Every forward plan that some length leads to, for each (head_dim, head_dim_v) with each of the flags."""
+    cells = product(head_dims, dtypes, causal, lse, negative_scale, _LENGTHS)
+    return list(dict.fromkeys(plan_forward(_problem(*cell)) for cell in cells))
+
+
+def _problem(
+    dims: tuple[int, int], dtype: DType, causal: bool, lse: bool, negative_scale: bool, seqlen: int
+) -> AttentionProblem:
+    flags = {Feature.LSE: lse, Feature.NEGATIVE_SCALE: negative_scale}
+    scale = -1.0 if negative_scale else 1.0
+    features = frozenset(feature for feature, wanted in flags.items() if wanted)
+    return AttentionProblem(dtype, 1, seqlen, seqlen, 1, 1, *dims, scale, causal, 0, features)
