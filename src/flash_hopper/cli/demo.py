@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 import flash_hopper
@@ -135,7 +136,8 @@ def _show_block(source: str, x: "torch.Tensor", sizes: "BlockSizes", seed: int, 
 
 
 def _show_accuracy(title: str, rows: "list[Accuracy]", console: Console) -> "list[Accuracy]":
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
+    console.print(f"[bold]{escape(title)}[/]", soft_wrap=True)
+    table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("largest error against float64")
     for name in ("flash-hopper", "PyTorch, same dtype", "largest value"):
         table.add_column(name, justify="right")
@@ -161,7 +163,8 @@ def _show_kernel(qkv: "tuple[torch.Tensor, ...]", console: Console) -> None:
     report = built.report
     console.print(
         f"compiled for sm_90a in {built.seconds:.1f} s: {report.registers} registers a thread at launch, "
-        f"{report.spill_bytes} bytes of spills, object file of {len(built.object_code) / 1e3:.0f} KB"
+        f"{report.spill_bytes} bytes of spills, object file of {len(built.object_code) / 1e3:.0f} KB",
+        soft_wrap=True,
     )
 
 

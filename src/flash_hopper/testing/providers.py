@@ -160,7 +160,7 @@ def _sdpa(backend: SDPBackend) -> Maker:
     return make
 
 
-def _flash_attn_like(module: str) -> Maker:
+def flash_attn_like(module: str) -> Maker:
     """A module with FlashAttention's `flash_attn_func(q, k, v, softmax_scale, causal)`."""
 
     def make(shape: BenchShape, inputs: Inputs) -> Prepared:
@@ -194,7 +194,7 @@ PROVIDERS: dict[str, Maker] = {
     "ours-out": _ours_out,
     "sdpa-flash": _sdpa(SDPBackend.FLASH_ATTENTION),
     "sdpa-cudnn": _sdpa(SDPBackend.CUDNN_ATTENTION),
-    "fa3": _flash_attn_like("fa3_fwd_interface"),
-    "fa4": _flash_attn_like("flash_attn.cute"),
+    "fa3": flash_attn_like("fa3_fwd_interface"),
+    "fa4": flash_attn_like("flash_attn.cute"),
 }
 OURS = ("ours", "ours-out")

@@ -1,0 +1,334 @@
+"""Protocols against a simulated queue, rows, summaries, tables and figures."""
+
+import itertools
+import json
+import math
+import statistics
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flash_hopper.problem.dtypes import DType
+from flash_hopper.problem.errors import ArgumentError
+from flash_hopper.reference import naive
+from flash_hopper.testing import bench_run, timing
+from flash_hopper.testing.bench_run import BenchRow, Settings, compare, measure, read_rows, summarise, write_rows
+from flash_hopper.testing.bench_suites import SUITES, BenchShape, Selection, bench_suite
+from flash_hopper.testing.clocks import ClockSampler, Sample, parse_nvidia_smi
+from flash_hopper.testing.environment import environment
+from flash_hopper.testing.plots import plot_rows
+from flash_hopper.testing.providers import (
+    PROVIDERS,
+    Prepared,
+    ProviderAbsent,
+    WrongResult,
+    check_result,
+    flash_attn_like,
+    make_inputs,
+    prepare,
+)
+from flash_hopper.testing.tables import render_table, render_tables, update_tables
+from flash_hopper.testing.timing import burst, host_cost
+
+
+class SimulatedQueue:
+    """A GPU that runs what it is given in order; times in microseconds. `log` lists what reached it."""
+
+    def __init__(self):
+        self.now = 0.0
+        self.log = []
+
+    def kernel(self, name, us):
+        def launch():
+            self.log.append(name)
+            self.now += us
+
+        return launch
+
+    def record(self):
+        return self.now
+
+    def elapsed_us(self, start, end):
+        return end - start
+
+    def synchronize(self):
+        self.log.append("synchronize")
+
+    def wait_for(self, mark):
+        assert mark <= self.now
+
+    def hold(self, seconds):
+        assert seconds > 0
+        self.log.append("hold")
+        self.now += 1e6 * seconds
+
+    def flush_l2(self):
+        self.log.append("flush")
+        self.now += 50.0
+
+
+def test_burst_measures_each_call_alone_with_a_flush_before_it():
+    queue = SimulatedQueue()
+    calls = {"a": queue.kernel("a", 10.0), "b": queue.kernel("b", 25.0), "c": queue.kernel("c", 40.0)}
+    timings = burst(calls, queue, rounds=7, pause_s=0.0)
+    assert {name: t.us for name, t in timings.items()} == pytest.approx({"a": 10.0, "b": 25.0, "c": 40.0})
+    assert all(len(t.samples) == 7 for t in timings.values())
+    launched = queue.log[queue.log.index("hold") :]
+    for before, after in itertools.pairwise(launched):
+        assert after not in calls or before == "flush"
+
+
+def test_burst_interleaves_the_providers_and_changes_who_is_first():
+    queue = SimulatedQueue()
+    calls = {name: queue.kernel(name, 1.0) for name in "abc"}
+    burst(calls, queue, rounds=6, pause_s=0.0)
+    order = [name for name in queue.log[queue.log.index("hold") :] if name in calls]
+    rounds = [order[i : i + 3] for i in range(0, len(order), 3)]
+    assert len(rounds) == 6
+    assert all(sorted(r) == ["a", "b", "c"] for r in rounds)
+    assert [r[0] for r in rounds] == ["a", "b", "c", "a", "b", "c"]
+
+
+def test_burst_rests_and_holds_the_gpu_before_each_group(monkeypatch):
+    queue = SimulatedQueue()
+    rests = []
+    monkeypatch.setattr(timing.time, "sleep", rests.append)
+    burst({"a": queue.kernel("a", 1.0)}, queue, rounds=2 * timing.ROUNDS_PER_GROUP + 1, pause_s=0.15)
+    assert rests == [0.15] * 3
+    assert queue.log.count("hold") == 3
+
+
+def test_burst_reports_the_median():
+    queue = SimulatedQueue()
+    durations = iter([1.0] * 4 + [5.0, 100.0, 7.0, 6.0, 8.0])  # warm-up and sizing come first
+
+    def call():
+        queue.now += next(durations)
+
+    assert burst({"a": call}, queue, rounds=5, pause_s=0.0)["a"].us == 7.0
+
+
+def test_host_cost_is_measured_behind_a_full_queue_or_an_empty_one():
+    for behind_queue in (True, False):
+        queue = SimulatedQueue()
+        result = host_cost(queue.kernel("a", 1.0), queue, behind_queue=behind_queue, calls=120)
+        assert len(result.samples) == 120
+        assert 0 < result.us == statistics.median(result.samples) < 1e4
+        assert queue.log.count("hold") == (3 if behind_queue else 0)
+        if not behind_queue:
+            assert queue.log.count("synchronize") > 120
+
+
+def test_clock_samples_after_the_mark_count():
+    readings = itertools.count(1)
+    with ClockSampler(lambda: Sample(float(next(readings)), 700.0)) as sampler:
+        while len(sampler.samples) < 2:
+            pass
+        sampler.mark()
+        while not sampler.samples:
+            pass
+    middle = sampler.median()
+    assert middle is not None
+    assert middle.mhz >= 3
+    assert middle.watt == 700.0
+    assert parse_nvidia_smi("1755, 689.21\n") == Sample(1755.0, 689.21)
+
+
+def test_the_paper_suite_is_16k_tokens_of_hidden_2048():
+    shapes = bench_suite("paper", Selection())
+    assert len(shapes) == 36
+    assert len(bench_suite("paper", Selection(seqlens=(1024, 4096, 16_384)))) == 18
+    for shape in shapes:
+        assert shape.batch * shape.seqlen_q == 16_384
+        assert shape.heads * shape.d == 2048
+        assert shape.problem.flops == pytest.approx(
+            4 * 16_384 * shape.seqlen_q * 2048 / (2 if shape.causal else 1), rel=0.002
+        )
+    assert {shape.dtype for shape in bench_suite("paper", Selection(dtype=DType.FP16))} == {DType.FP16}
+
+
+@pytest.mark.parametrize("name", SUITES)
+def test_suites_hold_different_shapes_that_are_checked_requests(name):
+    shapes = bench_suite(name, Selection())
+    assert len({str(shape) for shape in shapes}) == len(shapes)
+    assert all(shape.problem.batch == shape.batch and shape.suite == name for shape in shapes)
+
+
+SMALL = BenchShape("paper", DType.BF16, 32, 48, True, 40, 56, 2, 4, 2)
+
+
+def exact(inputs, shape):
+    out, _ = naive.attention(inputs.q, inputs.k, inputs.v, softmax_scale=shape.d**-0.5, causal=shape.causal)
+    return out.to(inputs.q.dtype)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [DType.BF16, DType.FP16])
+def test_a_right_result_passes_the_check_and_each_kind_of_wrong_one_fails(dtype, causal):
+    shape = replace(SMALL, dtype=dtype, causal=causal)
+    inputs = make_inputs(shape, "cpu")
+    right = exact(inputs, shape)
+    check_result(right, shape, inputs)
+    check_result((right, None), shape, inputs)
+    check_result(right.transpose(1, 2), shape, inputs, seqlen_dim=2)
+    other_mask = exact(inputs, replace(shape, causal=not causal))
+    swapped_heads = right[:, :, [1, 0, 3, 2]]
+    unwritten = right.clone()
+    unwritten[-1, -1, -1, -1] = torch.nan
+    one_element = right.clone()
+    one_element[0, 0, 0, 5] += 0.5
+    for wrong in (other_mask, swapped_heads, unwritten, one_element, right[:, :-1], "no tensor", right * 1.2):
+        with pytest.raises(WrongResult):
+            check_result(wrong, shape, inputs)
+
+
+def test_the_cpu_backend_passes_as_provider_and_missing_ones_are_absent_with_the_reason():
+    inputs = make_inputs(SMALL, "cpu")
+    assert isinstance(prepare("ours", SMALL, inputs), Prepared)
+    assert isinstance(prepare("ours-out", SMALL, inputs), Prepared)
+    with pytest.raises(ProviderAbsent, match="top-left"):
+        prepare("sdpa-flash", SMALL, inputs)
+    with pytest.raises(ProviderAbsent, match="unknown provider"):
+        prepare("theirs", SMALL, inputs)
+    with pytest.raises(ProviderAbsent, match="not installed"):
+        flash_attn_like("not_a_package_of_anyone.cute")(SMALL, inputs)
+
+
+@pytest.fixture
+def measured_on_cpu(monkeypatch):
+    """`measure` with a simulated clock: the time of a provider is made up, the rest is real."""
+    queue = SimulatedQueue()
+
+    def provider(us, result):
+        def make(shape, inputs):
+            out = result(shape, inputs)
+
+            def call():
+                queue.now += us
+                return out
+
+            return Prepared(call)
+
+        return make
+
+    monkeypatch.setitem(PROVIDERS, "ours", provider(100.0, lambda shape, inputs: exact(inputs, shape)))
+    monkeypatch.setitem(PROVIDERS, "fa3", provider(125.0, lambda shape, inputs: exact(inputs, shape)))
+    monkeypatch.setitem(PROVIDERS, "fa4", provider(1.0, lambda shape, inputs: 2 * exact(inputs, shape)))
+    monkeypatch.setattr(bench_run, "make_inputs", lambda shape, device: make_inputs(shape, "cpu"))
+    return queue
+
+
+def test_rows_hold_times_rates_and_reasons(measured_on_cpu):
+    settings = Settings(("ours", "fa3", "fa4", "sdpa-flash"), ("burst", "host-idle"), rounds=3, pause_s=0.0)
+    rows = {(r.provider, r.protocol): r for r in measure(SMALL, settings, measured_on_cpu)}
+    assert len(rows) == 8
+    ours = rows["ours", "burst"]
+    assert ours.us == pytest.approx(100.0)
+    assert ours.tflops == pytest.approx(SMALL.problem.flops / 100.0 * 1e-6, abs=0.01)
+    assert ours.tbps == pytest.approx(SMALL.bytes_moved / 100.0 * 1e-6, abs=1e-4)
+    assert rows["ours", "host-idle"].tflops is None
+    assert rows["fa4", "burst"].us is None
+    assert rows["fa4", "burst"].error.startswith("wrong: out[")
+    assert rows["sdpa-flash", "burst"].error.startswith("absent: ")
+    assert [s.geometric_mean for s in summarise(list(rows.values())) if s.protocol == "burst"] == [pytest.approx(1.25)]
+
+
+def row(provider, us, *, seqlen=1024, protocol="burst", d=128, causal=False, **more):
+    sizes = {"d": d, "dv": d, "causal": causal, "seqlen_q": seqlen, "seqlen_k": seqlen}
+    sizes |= {"batch": 16, "heads": 16, "heads_k": 16}
+    rate = None if us is None or protocol not in bench_run.GPU_PROTOCOLS else 1e5 / us
+    return BenchRow(
+        "paper", "forward", "bf16", **sizes, provider=provider, protocol=protocol, us=us, tflops=rate, **more
+    )
+
+
+def test_ours_is_compared_with_the_fastest_peer_of_the_same_cell():
+    rows = [
+        row("ours", 100.0),
+        row("fa3", 90.0),
+        row("sdpa-cudnn", 120.0),
+        row("ours", 100.0, seqlen=4096),
+        row("fa3", 160.0, seqlen=4096),
+        row("ours-out", 10.0, seqlen=4096),
+        row("ours", 100.0, causal=True),
+        row("fa4", None, causal=True, error="absent"),
+        row("ours", 50.0, protocol="steady"),
+        row("fa3", 100.0, protocol="steady"),
+    ]
+    assert sorted(c.ratio for c in compare(rows)) == [0.9, 1.6, 2.0]
+    burst_summary, steady_summary = summarise(rows)
+    assert burst_summary.geometric_mean == pytest.approx(math.sqrt(0.9 * 1.6))
+    assert (burst_summary.cells, burst_summary.unmatched) == (2, 1)
+    assert burst_summary.worst.peer.provider == "fa3"
+    assert burst_summary.worst.ratio == pytest.approx(0.9)
+    assert steady_summary.geometric_mean == 2.0
+    assert summarise([row("ours", 1.0)]) == []
+
+
+def test_stored_rows_come_back_equal_and_damage_is_named(tmp_path):
+    path = tmp_path / "results" / "rows.json"
+    rows = [row("ours", 123.456), row("fa3", None, error='absent: "quoted"')]
+    env = environment(commit="abc")
+    write_rows(path, env, rows)
+    assert read_rows(path) == (env, rows)
+    assert json.loads(path.read_text())["env"]["commit"] == "abc"
+    assert [p.name for p in path.parent.iterdir()] == ["rows.json"]
+    path.write_text(path.read_text()[:-20])
+    with pytest.raises(ArgumentError, match=r"rows\.json holds no bench rows"):
+        read_rows(path)
+
+
+ENV = {"gpu": "H200", "driver": "580", "torch": "2.11", "date": "2026-11-29T00:00:00"}
+
+
+def paper_rows():
+    for d, causal, seqlen in itertools.product((64, 128), (False, True), (512, 1024)):
+        yield row("ours", 100.0, d=d, causal=causal, seqlen=seqlen)
+        yield row("fa3", 80.0 if seqlen == 512 else 200.0, d=d, causal=causal, seqlen=seqlen)
+        yield row("fa4", None, d=d, causal=causal, seqlen=seqlen, error="absent")
+
+
+def test_a_table_has_a_line_per_provider_and_marks_the_best():
+    lines = render_table(ENV, list(paper_rows())).splitlines()
+    assert lines[0] == "| head dim | mask | TFLOP/s | 512 | 1k |"
+    assert lines[2] == "| 64 | full | flash-hopper | 1000 | **1000** |"
+    assert lines[3] == "| 64 | full | FA3 C++ | **1250** | 500 |"
+    assert len([line for line in lines if line.startswith("|")]) == 2 + 8
+    assert "FA4" not in "".join(lines)
+    assert lines[-1] == "H200, driver 580, torch 2.11, 2026-11-29, protocol burst, bf16."
+    host = render_table(ENV, [row("ours", 12.34, protocol="host-idle")])
+    assert "| us | 1k |" in host
+    assert "**12.3**" in host
+
+
+def test_marked_tables_of_a_document_follow_their_files(tmp_path):
+    write_rows(tmp_path / "rows.json", ENV, list(paper_rows()))
+    document = tmp_path / "README.md"
+    document.write_text("before\n<!-- bench: rows.json burst -->\nold\n<!-- /bench -->\nafter\n")
+    assert update_tables(document, tmp_path)
+    text = document.read_text()
+    assert "old" not in text
+    assert "| 64 | full | flash-hopper | 1000 | **1000** |" in text
+    assert text.startswith("before\n<!-- bench: rows.json burst -->\n|")
+    assert text.endswith("<!-- /bench -->\nafter\n")
+    assert not update_tables(document, tmp_path)
+    with pytest.raises(ArgumentError, match=r"absent\.json"):
+        render_tables("<!-- bench: absent.json burst -->\n<!-- /bench -->", tmp_path)
+    with pytest.raises(ArgumentError, match="no row"):
+        render_tables("<!-- bench: rows.json steady -->\n<!-- /bench -->", tmp_path)
+
+
+def test_the_same_rows_give_the_same_figure(tmp_path):
+    pytest.importorskip("matplotlib", reason="figures need the plot extra")
+    for name in ("a", "b"):
+        plot_rows(ENV, list(paper_rows()), tmp_path / f"{name}.svg")
+    first = (tmp_path / "a.svg").read_text()
+    assert first == (tmp_path / "b.svg").read_text()
+    assert first.lstrip().startswith("<?xml")
+    with pytest.raises(ArgumentError, match="one protocol"):
+        plot_rows(ENV, [row("ours", 1.0), row("ours", 1.0, protocol="steady")], tmp_path / "c.svg")
+    with pytest.raises(ArgumentError, match="none"):
+        plot_rows(ENV, [row("ours", None)], tmp_path / "c.svg")
+    plot_rows(ENV, list(paper_rows()), tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
