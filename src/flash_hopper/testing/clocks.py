@@ -68,13 +68,18 @@ class ClockSampler:
 
 @contextmanager
 def gpu_clock_sampler(device: torch.device) -> Iterator[ClockSampler | None]:
-    """A running sampler for a CUDA device, or None where neither NVML package nor nvidia-smi is installed."""
+    """A running sampler for a CUDA device, or None where neither NVML package nor nvidia-smi can read it."""
     uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
     if find_spec("pynvml") is not None:
         reader = _nvml_reader(uuid)
     elif shutil.which("nvidia-smi") is not None:
         reader = _nvidia_smi_reader(uuid)
     else:
+        yield None
+        return
+    try:
+        reader()
+    except Exception:  # a container may hide the counters; each way of reading has its own error types
         yield None
         return
     with ClockSampler(reader) as sampler:
