@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from flash_hopper.geometry.arith import ceil_div, clamp, maximum, minimum, round_up
 from flash_hopper.geometry.blocks import key_blocks, visible_keys
-from flash_hopper.geometry.tiles import L2_BUDGET_BYTES, TileCoord, heads_per_section, tile_coord
+from flash_hopper.geometry.tiles import SECTION_BYTES, SECTION_PAIRS, TileCoord, heads_per_section, tile_coord
 
 LENGTHS = range(1, 12)
 
@@ -98,14 +98,16 @@ def test_a_section_runs_from_the_longest_causal_tile_to_the_shortest():
     group=st.integers(1, 16),
     batch=st.integers(1, 1000),
 )
-def test_a_section_fits_l2_and_is_never_empty(key_bytes, is_causal, heads_k, group, batch):
+def test_a_section_fits_l2_or_has_the_least_number_of_pairs(key_bytes, is_causal, heads_k, group, batch):
     heads = heads_k * group
     section = heads_per_section(key_bytes, is_causal, heads, batch, group)
     assert 1 <= section <= heads * batch
     if not is_causal:
         assert section == 1
-    elif section > group:
-        assert ceil_div(section, group) * key_bytes <= L2_BUDGET_BYTES
+    elif section > SECTION_PAIRS:
+        assert section * key_bytes <= SECTION_BYTES * group
+    else:
+        assert section == min(SECTION_PAIRS, heads * batch)
 
 
 @given(a=st.integers(-(10**6), 10**6), b=st.integers(1, 1000), low=st.integers(-100, 100), high=st.integers(-100, 100))

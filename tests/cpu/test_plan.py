@@ -165,10 +165,12 @@ def test_rows_of_the_table_are_in_order_say_why_and_end_with_the_largest_head_di
     assert all(row.why for row in ROWS)
 
 
-def test_the_short_tile_is_taken_only_where_it_pads_fewer_rows():
-    for row in ROWS:
-        for seqlen in range(1, 3000):
-            tile = choose_tile(row.hdim, row.hdimv, False, seqlen)
+def test_the_short_tile_is_taken_only_where_it_pads_fewer_rows_or_the_diagonal_weighs_more():
+    for row, causal in product(ROWS, (False, True)):
+        for seqlen in range(1, 6000):
+            tile = choose_tile(row.hdim, row.hdimv, causal, seqlen)
             assert tile in (row.tile, row.short)
-            if tile == row.short:
+            if causal and row.short is not None and seqlen <= row.causal_short_to:
+                assert tile == row.short
+            elif tile == row.short:
                 assert -(-seqlen // row.short.m) * row.short.m < -(-seqlen // row.tile.m) * row.tile.m

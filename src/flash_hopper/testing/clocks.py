@@ -4,7 +4,6 @@ Used by the steady protocol of `timing.py`. The `nvidia-ml-py` package is used w
 `nvidia-smi` program; both read the same counters.
 """
 
-import shutil
 import statistics
 import subprocess
 import threading
@@ -70,14 +69,8 @@ class ClockSampler:
 def gpu_clock_sampler(device: torch.device) -> Iterator[ClockSampler | None]:
     """A running sampler for a CUDA device, or None where neither NVML package nor nvidia-smi can read it."""
     uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-    if find_spec("pynvml") is not None:
-        reader = _nvml_reader(uuid)
-    elif shutil.which("nvidia-smi") is not None:
-        reader = _nvidia_smi_reader(uuid)
-    else:
-        yield None
-        return
     try:
+        reader = _nvml_reader(uuid) if find_spec("pynvml") is not None else _nvidia_smi_reader(uuid)
         reader()
     except Exception:  # a container may hide the counters; each way of reading has its own error types
         yield None
