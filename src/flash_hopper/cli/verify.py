@@ -97,8 +97,9 @@ def _run_all(cases: "list[Case]", device: str, repeat: int, console: Console) ->
     from flash_hopper.testing.run import lost_device, run_case
 
     outcome = _Outcome()
-    columns = (TextColumn("verify on {task.fields[device]}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, TextColumn("{task.fields[state]}"), console=console, transient=True) as progress:
+    text = TextColumn("verify on {task.fields[device]}"), TextColumn("{task.fields[state]}")
+    columns = (text[0], BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), text[1])
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("verify", total=len(cases), device=device, state="")
         for case in cases:
             result = run_case(case, device, repeat=repeat)

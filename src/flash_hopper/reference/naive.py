@@ -13,6 +13,7 @@ from torch import Tensor
 # float64 elements of scores held at once: 128 MB on the host, 1 GB on a GPU
 CPU_SCORES = 1 << 24
 CUDA_SCORES = 1 << 27
+MAX_PAIRS = 32_768  # matrices in a batched product; cuBLAS has refused more than 65535
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, causal: bool) -> tuple[Tensor, Tensor]:
@@ -48,7 +49,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, causal: 
 def _group(budget: int, seqlen_q: int, row_size: int) -> tuple[int, int]:
     """How many (batch, head) pairs and how many rows to do at once."""
     row_size = max(row_size, 1)
-    return max(1, budget // (seqlen_q * row_size)), max(1, min(seqlen_q, budget // row_size))
+    return max(1, min(MAX_PAIRS, budget // (seqlen_q * row_size))), max(1, min(seqlen_q, budget // row_size))
 
 
 def _few_heads(

@@ -127,7 +127,7 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, ca
     key, value = (x.repeat_interleave(heads // heads_k, dim=2).transpose(1, 2).flatten(0, 1) for x in (k, v))
     budget = _PLAIN_SCORES[q.device.type]
     rows = max(1, min(seqlen_q, budget // seqlen_k))
-    pairs = max(1, budget // (rows * seqlen_k))
+    pairs = max(1, min(naive.MAX_PAIRS, budget // (rows * seqlen_k)))
     for p in range(0, batch * heads, pairs):
         for r in range(0, seqlen_q, rows):
             scores = query[p : p + pairs, r : r + rows] @ key[p : p + pairs].transpose(1, 2)
