@@ -1,0 +1,160 @@
+"""Draw the figures of docs/algorithm.md. Run from anywhere: python docs/figures/make_figures.py
+
+The block figure asks `geometry.blocks.key_blocks`, so it shows what the kernel visits. A test compares the files with
+what this script draws.
+"""
+
+from pathlib import Path
+
+from flash_hopper.geometry.blocks import key_blocks
+
+INK, PALE, GRID = "#333333", "#9a9a9a", "#d8d8d8"
+QK, PV, SOFTMAX, LOAD, STORE = "#30638e", "#6ba368", "#e8964f", "#8e7dbe", "#d1495b"
+
+
+class Canvas:
+    """Shapes in pixels, collected as SVG."""
+
+    def __init__(self, width: int, height: int) -> None:
+        self.size = (width, height)
+        self.parts: list[str] = []
+
+    def box(
+        self, x: float, y: float, w: float, h: float, fill: str, *, stroke: str = "none", opacity: float = 1
+    ) -> None:
+        """A rectangle."""
+        self.parts.append(
+            f'<rect x="{x:g}" y="{y:g}" width="{w:g}" height="{h:g}" fill="{fill}" stroke="{stroke}" '
+            f'fill-opacity="{opacity:g}"/>'
+        )
+
+    def text(self, x: float, y: float, words: str, *, size: int = 12, fill: str = INK, anchor: str = "middle") -> None:
+        """A line of text, centred on y."""
+        self.parts.append(
+            f'<text x="{x:g}" y="{y + size * 0.35:g}" font-size="{size}" fill="{fill}" text-anchor="{anchor}">{words}</text>'
+        )
+
+    def arrow(self, x0: float, y0: float, x1: float, y1: float) -> None:
+        """A straight arrow."""
+        self.parts.append(
+            f'<line x1="{x0:g}" y1="{y0:g}" x2="{x1:g}" y2="{y1:g}" stroke="{INK}" stroke-width="1.3" '
+            'marker-end="url(#head)"/>'
+        )
+
+    def svg(self) -> str:
+        """The finished drawing."""
+        width, height = self.size
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+            'font-family="sans-serif">\n'
+            '<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
+            f'<path d="M0 0L8 4L0 8z" fill="{INK}"/></marker></defs>\n'
+            f'<rect width="{width}" height="{height}" fill="#ffffff"/>\n' + "\n".join(self.parts) + "\n</svg>\n"
+        )
+
+
+def blocks() -> str:
+    """Which key blocks the query tiles of a causal problem visit, and which of them are masked."""
+    seqlen_q, seqlen_k, tile_m, tile_n, cell = 20, 27, 6, 4, 14
+    canvas = Canvas(720, 352)
+    left, top = 70, 34
+    canvas.text(left + seqlen_k * cell / 2, 16, f"{seqlen_k} keys, blocks of {tile_n}")
+    for row in range(0, seqlen_q, tile_m):
+        found = key_blocks(row, tile_m, seqlen_q, seqlen_k, tile_n, True)
+        rows = min(tile_m, seqlen_q - row)
+        for block in range(found.end):
+            first = block * tile_n
+            keys = min(tile_n, seqlen_k - first)
+            colour = SOFTMAX if block >= found.full else QK
+            canvas.box(
+                left + first * cell, top + row * cell, keys * cell, rows * cell, colour, stroke="#ffffff", opacity=0.75
+            )
+        canvas.text(left - 8, top + (row + rows / 2) * cell, f"tile {row // tile_m}", anchor="end")
+    for row in range(seqlen_q):
+        seen = row + seqlen_k - seqlen_q + 1
+        canvas.box(left + seen * cell, top + row * cell, (seqlen_k - seen) * cell, cell, "#ffffff", opacity=0.45)
+    canvas.box(left, top, seqlen_k * cell, seqlen_q * cell, "none", stroke=PALE)
+    for line, (colour, words) in enumerate(
+        ((QK, "visited without a mask"), (SOFTMAX, "visited with a mask"), ("#ffffff", "not visited"))
+    ):
+        canvas.box(470, 60 + 28 * line, 16, 16, colour, stroke=PALE, opacity=0.75)
+        canvas.text(494, 68 + 28 * line, words, anchor="start")
+    canvas.text(470, 168, "paler: keys that the row does not see", anchor="start", size=11, fill=PALE)
+    canvas.text(left + seqlen_k * cell / 2, 332, f"{seqlen_q} queries, causal, aligned bottom-right")
+    return canvas.svg()
+
+
+def pingpong() -> str:
+    """How two consumer warpgroups share the tensor cores: while one computes scores, the other exponentiates."""
+    unit, left, height = 17, 120, 34
+    canvas = Canvas(left + 44 * unit + 20, 268)
+    lanes = {"producer": 44, "warpgroup 1": 94, "warpgroup 2": 144, "tensor cores": 206}
+    for name, y in lanes.items():
+        canvas.text(left - 10, y + height / 2, name, anchor="end")
+        canvas.box(left, y, 44 * unit, height, "#f5f5f5")
+
+    def segment(lane: str, start: float, length: float, colour: str, words: str) -> None:
+        canvas.box(left + start * unit, lanes[lane], length * unit, height, colour, stroke="#ffffff", opacity=0.9)
+        canvas.text(left + (start + length / 2) * unit, lanes[lane] + height / 2, words, size=11, fill="#ffffff")
+
+    for load, words in enumerate(("Q, K3", "K2", "V3", "K1", "V2", "K0", "V1", "V0")):
+        segment("producer", load * 4, 4, LOAD, words)
+    for offset, lane in ((3, "warpgroup 1"), (7, "warpgroup 2")):
+        segment(lane, offset, 2, QK, "QK3")
+        segment(lane, offset + 2, 6, SOFTMAX, "softmax 3")
+        segment("tensor cores", offset, 2, QK, "QK3")
+        for step in range(3):
+            begin, block = offset + 8 + 8 * step, 2 - step
+            segment(lane, begin, 4, QK, f"QK{block} PV{block + 1}")
+            segment(lane, begin + 4, 4, SOFTMAX, f"softmax {block}")
+            segment("tensor cores", begin, 2, QK, f"QK{block}")
+            segment("tensor cores", begin + 2, 2, PV, f"PV{block + 1}")
+        segment(lane, offset + 32, 2, PV, "PV0")
+        segment("tensor cores", offset + 32, 2, PV, "PV0")
+        segment(lane, offset + 34, 2.8, STORE, "store")
+    canvas.text(
+        left, 20, "time, one output tile with four key blocks (3 is the last, visited first)", anchor="start", size=12
+    )
+    canvas.text(left, 258, "Each warpgroup issues QK(j) and PV(j + 1) in its turn; the other's softmax runs meanwhile.", anchor="start", size=11, fill=PALE)  # fmt: skip
+    return canvas.svg()
+
+
+def roles() -> str:
+    """Where the data goes: global memory, shared memory, warpgroups, and the barriers between them."""
+    canvas = Canvas(760, 300)
+    for x, w, words in ((20, 110, "global memory"), (290, 150, "shared memory"), (560, 180, "registers")):
+        canvas.text(x + w / 2, 20, words, size=13)
+        canvas.box(x, 34, w, 250, "#f7f7f7", stroke=GRID)
+    rows = (("Q", 50, LOAD), ("K", 100, QK), ("V", 150, PV), ("O", 230, STORE))
+    for name, y, colour in rows:
+        canvas.box(35, y, 80, 34, colour, opacity=0.85)
+        canvas.text(75, y + 17, name, fill="#ffffff", size=14)
+        stages = 1 if name == "O" else 2
+        for stage in range(stages):
+            w = 120 / stages
+            canvas.box(305 + stage * w, y, w - 4, 34, colour, opacity=0.85)
+            canvas.text(305 + stage * w + (w - 4) / 2, y + 17, f"s{name}", fill="#ffffff", size=13)
+    for warpgroup in range(3):
+        y = 50 + 48 * warpgroup
+        canvas.box(575, y, 150, 38, SOFTMAX, opacity=0.85)
+        canvas.text(650, y + 19, f"warpgroup {warpgroup + 1}: S, P, O", fill="#ffffff", size=12)
+    for _, y, _ in rows[:3]:
+        canvas.arrow(118, y + 17, 302, y + 17)
+        canvas.arrow(428, y + 17, 572, y + 17)
+    canvas.arrow(572, 247, 428, 247)
+    canvas.arrow(302, 247, 118, 247)
+    canvas.text(210, 44, "TMA loads, one warp", size=11)
+    canvas.text(500, 44, "wgmma", size=11)
+    canvas.text(650, 247, "normalised O, LSE", size=12)
+    canvas.text(500, 236, "stmatrix", size=11)
+    canvas.text(210, 236, "TMA store", size=11)
+    canvas.text(210, 202, "full barrier: bytes arrived", size=11, fill=PALE)
+    canvas.text(500, 202, "empty barrier: stage read", size=11, fill=PALE)
+    return canvas.svg()
+
+
+FIGURES = {"blocks.svg": blocks, "pingpong.svg": pingpong, "roles.svg": roles}
+
+if __name__ == "__main__":
+    for name, draw in FIGURES.items():
+        (Path(__file__).parent / name).write_text(draw())

@@ -1,0 +1,1 @@
+"""How people reach it: the command `flash-hopper`, one module per subcommand."""

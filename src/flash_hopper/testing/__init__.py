@@ -1,0 +1,1 @@
+"""Cases, inputs, comparison, timing and benchmarks: used by `tests/` and by `cli/`."""
