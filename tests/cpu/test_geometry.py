@@ -87,7 +87,7 @@ def test_a_section_runs_from_the_longest_causal_tile_to_the_shortest():
                 tiles = [
                     tile_coord(start * m_blocks + t, m_blocks, heads, batch, section) for t in range(pairs * m_blocks)
                 ]
-                assert [t.m_block for t in tiles] == [m for m in reversed(range(m_blocks)) for _ in range(pairs)]
+                assert [t.block for t in tiles] == [m for m in reversed(range(m_blocks)) for _ in range(pairs)]
                 assert {t.batch * heads + t.head for t in tiles} == set(range(start, start + pairs))
 
 

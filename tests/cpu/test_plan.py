@@ -15,7 +15,7 @@ from flash_hopper.plan.budget import (
     forward_smem_bytes,
 )
 from flash_hopper.plan.forward import HDIM_STEP, ForwardPlan, plan_forward
-from flash_hopper.plan.roles import REGISTER_FILE, REGISTERS, WARPGROUP, Roles, forward_pipelines, forward_roles
+from flash_hopper.plan.roles import REGISTER_FILE, REGISTERS, WARPGROUP, Roles, forward_pipelines, roles_of
 from flash_hopper.plan.tables.forward import ROWS, Tile, choose_tile
 from flash_hopper.problem.attention import AttentionOptions, AttentionProblem, attention_problem
 from flash_hopper.problem.dtypes import KERNEL_DTYPES, DType
@@ -62,7 +62,7 @@ def test_every_head_dim_pair_fits_shared_memory(plans):
 
 def test_every_plan_fits_the_register_file(plans):
     for plan in plans:
-        roles = forward_roles(plan)
+        roles = roles_of(plan)
         pool = REGISTER_FILE // roles.threads // 8 * 8 * roles.threads
         asked = WARPGROUP * (roles.producer_registers + roles.consumer_warpgroups * roles.consumer_registers)
         assert asked <= pool, plan

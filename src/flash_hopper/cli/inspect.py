@@ -148,7 +148,7 @@ def _tile_rows(problem: "AttentionProblem", plan: "ForwardPlan") -> list[tuple[s
 
     row = choose_row(plan.tile_hdim, plan.tile_hdimv)
     is_short = row.short is not None and (plan.tile_m, plan.tile_n) == (row.short.m, row.short.n)
-    choice = "its tile for short lengths, which pads fewer rows here" if is_short else "its main tile"
+    choice = "its tile for short lengths" if is_short else "its main tile"
     return [
         ("query rows x keys a step", f"{plan.tile_m} x {plan.tile_n}"),
         ("head dims", f"{problem.head_dim} in {plan.tile_hdim}, {problem.head_dim_v} in {plan.tile_hdimv}"),
@@ -160,9 +160,9 @@ def _tile_rows(problem: "AttentionProblem", plan: "ForwardPlan") -> list[tuple[s
 
 
 def _role_rows(plan: "ForwardPlan") -> list[tuple[str, str]]:
-    from flash_hopper.plan.roles import REGISTER_FILE, forward_roles
+    from flash_hopper.plan.roles import REGISTER_FILE, roles_of
 
-    roles = forward_roles(plan)
+    roles = roles_of(plan)
     at_launch = REGISTER_FILE // roles.threads // 8 * 8
     return [
         ("threads", f"{roles.threads}: 1 producer warpgroup, {roles.consumer_warpgroups} consumer warpgroups"),

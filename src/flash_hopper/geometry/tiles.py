@@ -1,6 +1,6 @@
 """The order in which output tiles are handed to CTAs.
 
-A tile is (m_block, head, batch). Within a section of `heads_per_section` (batch, head) pairs the m blocks run from the
+A tile is (block, head, batch). Within a section of `heads_per_section` (batch, head) pairs the blocks run from the
 longest causal tile to the shortest, with the pairs of the section side by side: the section's keys and values stay
 in L2, and the last tiles are the short ones. One pair a section runs head by head.
 """
@@ -16,23 +16,29 @@ SECTION_PAIRS = 16
 
 
 class TileCoord(NamedTuple):
-    """Which output tile: block of query rows, query head, batch entry."""
+    """Which output tile: block of query rows (or of keys), head, batch entry."""
 
-    m_block: Int
+    block: Int
     head: Int
     batch: Int
 
 
-def tile_coord(tile: Int, m_blocks: Int, heads: Int, batch: Int, heads_per_section: Int) -> TileCoord:
-    """Coordinates of tile number `tile` of m_blocks * heads * batch. The last section may hold fewer pairs."""
-    section = tile // (m_blocks * heads_per_section)
+def tile_coord(
+    tile: Int, blocks: Int, heads: Int, batch: Int, heads_per_section: Int, is_descending: bool = True
+) -> TileCoord:
+    """Coordinates of tile number `tile` of blocks * heads * batch. The last section may hold fewer pairs.
+
+    Blocks of query rows are handed out in descending order, blocks of keys in ascending order: causal makes the last
+    rows and the first keys the longest tiles.
+    """
+    section = tile // (blocks * heads_per_section)
     first_pair = section * heads_per_section
     pairs = minimum(heads_per_section, heads * batch - first_pair)
-    rest = tile - first_pair * m_blocks
-    m_block = rest // pairs
-    pair = first_pair + rest - m_block * pairs
+    rest = tile - first_pair * blocks
+    rank = rest // pairs
+    pair = first_pair + rest - rank * pairs
     batch_idx = pair // heads
-    return TileCoord(m_blocks - 1 - m_block, pair - batch_idx * heads, batch_idx)
+    return TileCoord(blocks - 1 - rank if is_descending else rank, pair - batch_idx * heads, batch_idx)
 
 
 def heads_per_section(key_bytes: int, is_causal: bool, heads: int, batch: int, qhead_per_kvhead: int) -> int:

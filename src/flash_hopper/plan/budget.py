@@ -44,3 +44,10 @@ def choose_buffers(tile: Tile, hdim: int, hdimv: int, itemsize: int) -> Buffers:
             return Buffers(q_stages, kv_stages, o_aliases_q, size)
         wanted.append(f"{q_stages} Q stages, {kv_stages} K/V stages, O {'in Q' if o_aliases_q else 'apart'}: {size}")
     raise CompileError(f"tile {tile.m}x{tile.n} with head dims {hdim}/{hdimv} needs more than {room} bytes: {wanted}")
+
+
+def check_shared_memory(name: str, size_bytes: int) -> None:
+    """Raise CompileError if a kernel's struct exceeds what a CTA may have; the compiler would not notice."""
+    room = SMEM_LIMIT_BYTES - SMEM_RESERVED_BYTES
+    if size_bytes > room:
+        raise CompileError(f"{name}: {size_bytes} bytes of shared memory, {room} available")

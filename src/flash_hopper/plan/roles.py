@@ -5,7 +5,9 @@ mismatch fails the compile with the arithmetic instead of hanging the GPU.
 """
 
 from dataclasses import dataclass
+from typing import Protocol
 
+from flash_hopper.plan.backward import BackwardDkdvPlan, BackwardDqPlan
 from flash_hopper.plan.forward import ForwardPlan
 from flash_hopper.problem.errors import CompileError
 
@@ -48,8 +50,16 @@ class Roles:
             )
 
 
-def forward_roles(plan: ForwardPlan) -> Roles:
-    """Roles of the forward kernel, checked."""
+class HasConsumers(Protocol):
+    """Any plan of a kernel with one producer warpgroup and consumers."""
+
+    @property
+    def consumer_warpgroups(self) -> int:
+        """Warpgroups that compute."""
+
+
+def roles_of(plan: HasConsumers) -> Roles:
+    """Roles of a plan's kernel, checked."""
     roles = Roles(plan.consumer_warpgroups, *REGISTERS[plan.consumer_warpgroups])
     roles.check_registers()
     return roles
@@ -67,12 +77,25 @@ class PipelineSpec:
 
 def forward_pipelines(plan: ForwardPlan) -> dict[str, PipelineSpec]:
     """The forward's pipelines by name: q, k, v, and tile, which carries coordinates instead of data."""
-    warps = forward_roles(plan).consumer_warps
+    warps = roles_of(plan).consumer_warps
     size = plan.dtype.itemsize
     specs = [
         PipelineSpec("q", plan.q_stages, warps, plan.tile_m * plan.tile_hdim * size),
         PipelineSpec("k", plan.kv_stages, warps, plan.tile_n * plan.tile_hdim * size),
         PipelineSpec("v", plan.kv_stages, warps, plan.tile_n * plan.tile_hdimv * size),
+        PipelineSpec("tile", TILE_SLOTS, warps, 0),
+    ]
+    return {spec.name: spec for spec in specs}
+
+
+def backward_dq_pipelines(plan: BackwardDqPlan) -> dict[str, PipelineSpec]:
+    """Pipelines of the query-parallel backward kernel: rows (Q and dO of a tile), k, v, tile."""
+    warps = roles_of(plan).consumer_warps
+    size = plan.dtype.itemsize
+    specs = [
+        PipelineSpec("rows", 1, warps, plan.tile_m * (plan.tile_hdim + plan.tile_hdimv) * size),
+        PipelineSpec("k", plan.k_stages, warps, plan.tile_n * plan.tile_hdim * size),
+        PipelineSpec("v", plan.v_stages, warps, plan.tile_n * plan.tile_hdimv * size),
         PipelineSpec("tile", TILE_SLOTS, warps, 0),
     ]
     return {spec.name: spec for spec in specs}

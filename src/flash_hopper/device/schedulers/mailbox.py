@@ -1,7 +1,7 @@
 """Tile coordinates from the producer warp to the consumers, two tiles ahead.
 
 The producer does the divisions of `geometry/tiles.py` once; a consumer warp reads three integers. The end of work is a
-coordinate with a negative m block.
+coordinate with a negative block.
 """
 
 from typing import Any, NamedTuple
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from flash_hopper.device.dsl import Int32, cute, pipeline
 from flash_hopper.geometry.tiles import TileCoord
 
-SLOT_INTS = 4  # m block, head, batch, padding: one 16-byte slot
+SLOT_INTS = 4  # block, head, batch, padding: one 16-byte slot
 
 
 class TileMailbox(NamedTuple):

@@ -54,3 +54,8 @@ class DynamicScheduler(NamedTuple):
             if cute.arch.lane_idx() == 0:
                 self.counter[0] = Int32(0)
         return drawn + cute.arch.grid_dim()[0]
+
+
+def make_scheduler(kind: str, total: Int32, counter: cute.Tensor | None) -> StaticScheduler | DynamicScheduler:
+    """The scheduler that a plan names, over tiles 0 .. total - 1."""
+    return DynamicScheduler(total, counter) if kind == "dynamic" else StaticScheduler(total)

@@ -13,7 +13,7 @@ from flash_hopper.device.gemm import issue
 from flash_hopper.device.layouts import acc_as_operand_a, acc_as_rows, transposed
 from flash_hopper.device.masking import mask_columns
 from flash_hopper.device.pipelines import consumer_state
-from flash_hopper.device.ptx import pack_16bit
+from flash_hopper.device.registers import to_operand
 from flash_hopper.device.softmax import SoftmaxState, make_state, scale_rows, update
 from flash_hopper.geometry.blocks import KeyBlocks, key_blocks, visible_keys
 from flash_hopper.geometry.tiles import TileCoord
@@ -78,7 +78,7 @@ class Consumer:
         self.turns.start(wg)
         coord = pipes.tiles.read(tile_state)
         tile_state.advance()
-        while coord.m_block >= 0:
+        while coord.block >= 0:
             k_state, v_state = self.tile(
                 args, atoms, pipes, frags, softmax, coord, Cursors(q_state, k_state, v_state), wg, thread
             )
@@ -117,12 +117,12 @@ class Consumer:
 
     def first_row(self, coord: TileCoord, wg: Int32, thread: Int32) -> Int32:
         """The first of this thread's two rows; lanes of a quad share it."""
-        return coord.m_block * self.plan.tile_m + wg * WG_ROWS + thread // 32 * 16 + thread % 32 // 4
+        return coord.block * self.plan.tile_m + wg * WG_ROWS + thread // 32 * 16 + thread % 32 // 4
 
     def own_blocks(self, args: ForwardArgs, coord: TileCoord, wg: Int32) -> tuple[KeyBlocks, Int32]:
         """This warpgroup's key blocks, and how many of the tile's come before them that it need not compute."""
         plan = self.plan
-        row = coord.m_block * plan.tile_m
+        row = coord.block * plan.tile_m
         seqlen_q, seqlen_k = args.mQ.shape[0], args.mK.shape[0]
         own = key_blocks(row + wg * WG_ROWS, WG_ROWS, seqlen_q, seqlen_k, plan.tile_n, plan.is_causal)
         whole = key_blocks(row, plan.tile_m, seqlen_q, seqlen_k, plan.tile_n, plan.is_causal)
@@ -163,7 +163,7 @@ class Consumer:
         k_state.advance()
         self.prepare_scores(args, frags, view, blocks.end - 1, blocks.end > blocks.full)
         update(softmax, acc_as_rows(frags.acc_S), args.scale_log2, True)
-        self.scores_to_operand(frags)
+        to_operand(frags.acc_S, frags.tOrP, plan.dtype)
         # steady state: blocks with masks, then blocks without
         masked = cutlass.max(blocks.end - 1 - blocks.full, 0)
         if const_expr(plan.is_causal):
@@ -234,7 +234,7 @@ class Consumer:
         warpgroup.wait_group(0)  # PV done: V is free, and P may be overwritten
         pipes.v.consumer_release(v_state)
         v_state.advance()
-        self.scores_to_operand(frags)
+        to_operand(frags.acc_S, frags.tOrP, self.plan.dtype)
         if moves:
             scale_rows(acc_as_rows(frags.acc_O), softmax.rescale)
         return k_state, v_state
@@ -252,11 +252,3 @@ class Consumer:
                 visible_keys(view.first_row + 8 * r, args.mQ.shape[0], args.mK.shape[0], plan.is_causal) for r in (0, 1)
             )
             mask_columns(rows, limits, n_block * plan.tile_n + view.lane_col)
-
-    def scores_to_operand(self, frags: Fragments) -> None:
-        """P to 16 bit: element i of the accumulator is element i of the operand."""
-        n = cute.size(frags.tOrP)
-        scores = cute.make_tensor(frags.acc_S.iterator, cute.make_layout(n))
-        packed = cute.recast_tensor(cute.make_tensor(frags.tOrP.iterator, cute.make_layout(n)), Int32)
-        for i in range(n // 2):
-            packed[i] = pack_16bit(scores[2 * i], scores[2 * i + 1], self.plan.dtype)

@@ -71,7 +71,7 @@ class Epilogue:
         cute.arch.fence_proxy("async.shared", space="cta")  # these writes, before the TMA store reads them
         epilogue_sync(warpgroup)  # ... from all threads of the warpgroup
         if is_first_warp:
-            band = coord.m_block * self.plan.consumer_warpgroups + warpgroup
+            band = coord.block * self.plan.consumer_warpgroups + warpgroup
             mO = args.mO[None, None, coord.head, coord.batch]
             gO = cute.local_tile(mO, (WG_ROWS, self.plan.tile_hdimv), (band, 0))
             dst, src = partition(atoms.tma_o, gO, sO)

@@ -8,7 +8,6 @@ from flash_hopper.device.dsl import (
     Float32,
     Int32,
     OperandMajorMode,
-    const_expr,
     cpasync,
     cuda,
     cute,
@@ -21,14 +20,14 @@ from flash_hopper.device.dsl import (
 from flash_hopper.device.layouts import seqlen_major
 from flash_hopper.device.pipelines import thread_pipeline, tma_pipeline
 from flash_hopper.device.schedulers.mailbox import SLOT_INTS, TileMailbox
-from flash_hopper.device.schedulers.numbering import DynamicScheduler, StaticScheduler
+from flash_hopper.device.schedulers.numbering import make_scheduler
 from flash_hopper.geometry.arith import ceil_div
 from flash_hopper.kernels.forward.args import ForwardArgs, ForwardAtoms, Pipelines
 from flash_hopper.kernels.forward.consumer import Consumer
 from flash_hopper.kernels.forward.producer import Producer
 from flash_hopper.kernels.forward.storage import WG_ROWS, TileLayouts, allocate, shared_struct, tile_layouts
 from flash_hopper.plan.forward import ForwardPlan
-from flash_hopper.plan.roles import TILE_SLOTS, WARPGROUP, forward_pipelines, forward_roles
+from flash_hopper.plan.roles import TILE_SLOTS, WARPGROUP, forward_pipelines, roles_of
 
 LOG2_E = math.log2(math.e)
 
@@ -57,7 +56,7 @@ class ForwardKernel:
 
     def __init__(self, plan: ForwardPlan) -> None:
         self.plan = plan
-        self.roles = forward_roles(plan)
+        self.roles = roles_of(plan)
         self.producer = Producer(plan)
         self.consumer = Consumer(plan)
 
@@ -132,7 +131,8 @@ class ForwardKernel:
         if warp < WARPGROUP // 32:
             cute.arch.setmaxregister_decrease(roles.producer_registers)
             if warp == 0:
-                self.producer.run(self.scheduler(args), args, atoms, shared, pipes)
+                scheduler = make_scheduler(plan.scheduler, args.tiles, args.tile_counter)
+                self.producer.run(scheduler, args, atoms, shared, pipes)
                 cute.arch.griddepcontrol_launch_dependents()
         else:
             cute.arch.setmaxregister_increase(roles.consumer_registers)
@@ -153,12 +153,6 @@ class ForwardKernel:
                 storage.slots.get_tensor(cute.make_layout((SLOT_INTS, TILE_SLOTS))),
             ),
         )
-
-    def scheduler(self, args: ForwardArgs) -> StaticScheduler | DynamicScheduler:
-        """Where tile numbers come from."""
-        if const_expr(self.plan.scheduler == "dynamic"):
-            return DynamicScheduler(args.tiles, args.tile_counter)
-        return StaticScheduler(args.tiles)
 
 
 def placeholder_arguments(plan: ForwardPlan) -> tuple[Any, ...]:

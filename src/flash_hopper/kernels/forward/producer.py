@@ -63,7 +63,7 @@ class Producer:
         wgs = plan.consumer_warpgroups
         pipes.q.producer_acquire(state)
         for wg in cutlass.range_constexpr(wgs):
-            load(atoms.tma_q, src[None, coord.m_block * wgs + wg], dst[None, state.index * wgs + wg], pipes.q, state)
+            load(atoms.tma_q, src[None, coord.block * wgs + wg], dst[None, state.index * wgs + wg], pipes.q, state)
 
     @cute.jit
     def load_kv(
@@ -80,7 +80,7 @@ class Producer:
         """The tile's key blocks from the last to the first; returns the advanced cursors."""
         plan = self.plan
         blocks = key_blocks(
-            coord.m_block * plan.tile_m, plan.tile_m, args.mQ.shape[0], args.mK.shape[0], plan.tile_n, plan.is_causal
+            coord.block * plan.tile_m, plan.tile_m, args.mQ.shape[0], args.mK.shape[0], plan.tile_n, plan.is_causal
         )
         mK, mV = args.mK[None, None, head_k, coord.batch], args.mV[None, None, head_k, coord.batch]
         k_src, k_dst = partition(

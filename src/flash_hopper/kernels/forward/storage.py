@@ -18,10 +18,9 @@ from flash_hopper.device.dsl import ELEMENT_TYPES, Int32, Int64, SmemAllocator, 
 from flash_hopper.device.layouts import stacked, tile_layout
 from flash_hopper.device.schedulers.mailbox import SLOT_INTS
 from flash_hopper.kernels.forward.args import SharedTensors
-from flash_hopper.plan.budget import SMEM_LIMIT_BYTES, SMEM_RESERVED_BYTES
+from flash_hopper.plan.budget import check_shared_memory
 from flash_hopper.plan.forward import ForwardPlan
 from flash_hopper.plan.roles import forward_pipelines
-from flash_hopper.problem.errors import CompileError
 
 WG_ROWS = 64
 SWIZZLE_ALIGN = 1024
@@ -74,9 +73,7 @@ def shared_struct(plan: ForwardPlan) -> Any:
         sV: align[tensor[dtype, v * stages], SWIZZLE_ALIGN]
         sO: align[tensor[dtype, 0 if plan.o_aliases_q else o * wgs], SWIZZLE_ALIGN]
 
-    room = SMEM_LIMIT_BYTES - SMEM_RESERVED_BYTES
-    if Shared.size_in_bytes() > room:
-        raise CompileError(f"{plan.name}: {Shared.size_in_bytes()} bytes of shared memory, {room} available")
+    check_shared_memory(plan.name, Shared.size_in_bytes())
     return Shared
 
 

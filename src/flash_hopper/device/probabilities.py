@@ -1,0 +1,64 @@
+"""P and dS from recomputed scores (specification 7.1): pointwise steps of the backward, in registers.
+
+P = exp2(S * scale_log2 - LSE * log2(e)), dS = P (dP - D). Statistics belong to query rows: in the query-parallel kernel
+these are the accumulator's rows, two a thread; in the key-parallel kernel, which computes S^T, they are its columns.
+A masked score gives P = 0 after the exponential, so that neither sign nor size of the scale matters.
+"""
+
+from flash_hopper.device.dsl import Float32, Int32, cute, cutlass
+
+
+@cute.jit
+def recompute_rows(
+    rows: cute.Tensor, scale_log2: Float32, lse_log2: cute.Tensor, limits: tuple, first_col: Int32, is_masked: bool
+) -> None:
+    """Scores (2, N/4), a query row per mode-0 index, to P in place.
+
+    lse_log2: (2,); limits: keys that each row sees; first_col: key of this thread's first element. `is_masked` may be a
+    run-time condition.
+    """
+    for r in cutlass.range_constexpr(2):
+        for i in cutlass.range_constexpr(cute.size(rows, mode=[1])):
+            rows[r, i] = cute.math.exp2(rows[r, i] * scale_log2 - lse_log2[r], fastmath=True)
+    if is_masked:
+        for r in cutlass.range_constexpr(2):
+            limit = limits[r] - first_col
+            for i in cutlass.range_constexpr(cute.size(rows, mode=[1])):
+                rows[r, i] = rows[r, i] if 8 * (i // 2) + i % 2 < limit else Float32(0.0)
+
+
+@cute.jit
+def grad_rows(p_rows: cute.Tensor, dp_rows: cute.Tensor, delta: cute.Tensor) -> None:
+    """dP (2, N/4) to dS in place; delta: (2,) rowsum(dO o O) - dLSE."""
+    for r in cutlass.range_constexpr(2):
+        for i in cutlass.range_constexpr(cute.size(p_rows, mode=[1])):
+            dp_rows[r, i] = p_rows[r, i] * (dp_rows[r, i] - delta[r])
+
+
+@cute.jit
+def recompute_columns(
+    rows: cute.Tensor, scale_log2: Float32, lse_log2: cute.Tensor, starts: tuple, lane_col: Int32, is_masked: bool
+) -> None:
+    """Transposed scores (2, M/4), a key per mode-0 index, to P^T in place.
+
+    lse_log2: (M,) in shared memory; starts: per key, the first query of the block that sees it; lane_col: the first
+    query of this thread within the block. `is_masked` may be a run-time condition.
+    """
+    for i in cutlass.range_constexpr(cute.size(rows, mode=[1])):
+        statistic = lse_log2[lane_col + 8 * (i // 2) + i % 2]
+        for r in cutlass.range_constexpr(2):
+            rows[r, i] = cute.math.exp2(rows[r, i] * scale_log2 - statistic, fastmath=True)
+    if is_masked:
+        for r in cutlass.range_constexpr(2):
+            start = starts[r] - lane_col
+            for i in cutlass.range_constexpr(cute.size(rows, mode=[1])):
+                rows[r, i] = rows[r, i] if 8 * (i // 2) + i % 2 >= start else Float32(0.0)
+
+
+@cute.jit
+def grad_columns(p_rows: cute.Tensor, dp_rows: cute.Tensor, delta: cute.Tensor, lane_col: Int32) -> None:
+    """dP^T (2, M/4) to dS^T in place; delta: (M,) in shared memory."""
+    for i in cutlass.range_constexpr(cute.size(p_rows, mode=[1])):
+        statistic = delta[lane_col + 8 * (i // 2) + i % 2]
+        for r in cutlass.range_constexpr(2):
+            dp_rows[r, i] = p_rows[r, i] * (dp_rows[r, i] - statistic)

@@ -1,0 +1,1 @@
+"""The query-parallel backward kernel: dQ. `kernel.py` holds the schedule."""

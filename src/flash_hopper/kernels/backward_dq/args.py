@@ -1,0 +1,54 @@
+"""Bundles of the query-parallel backward kernel."""
+
+from typing import Any, NamedTuple
+
+from flash_hopper.device.dsl import Float32, Int32, cute
+from flash_hopper.device.schedulers.mailbox import TileMailbox
+
+
+class DqArgs(NamedTuple):
+    """Kernel parameters that change from call to call."""
+
+    mQ: cute.Tensor  # (seqlen_q, head_dim, heads, batch)
+    mK: cute.Tensor  # (seqlen_k, head_dim, heads_k, batch)
+    mV: cute.Tensor  # (seqlen_k, head_dim_v, heads_k, batch)
+    mdO: cute.Tensor  # (seqlen_q, head_dim_v, heads, batch)
+    mdQ: cute.Tensor  # (seqlen_q, head_dim, heads, batch)
+    mStatistics: cute.Tensor  # (2, batch, heads, rows) float32: LSE in base 2, D
+    tile_counter: cute.Tensor | None  # (1,) int32, dynamic scheduler only
+    scale: Float32
+    scale_log2: Float32
+    m_blocks: Int32
+    tiles: Int32
+    heads_per_section: Int32
+
+
+class DqAtoms(NamedTuple):
+    """TMA copies and MMAs, made on the host."""
+
+    tma_q: cute.CopyAtom
+    tma_k: cute.CopyAtom
+    tma_v: cute.CopyAtom
+    tma_do: cute.CopyAtom
+    tma_dq: cute.CopyAtom
+    mma_s: cute.TiledMma  # 64 x tile_n: Q K^T, both from shared memory
+    mma_dp: cute.TiledMma  # 64 x tile_n: dO V^T, both from shared memory
+    mma_dq: cute.TiledMma  # 64 x tile_hdim: dS K, dS from registers
+
+
+class SharedTensors(NamedTuple):
+    """The buffers of `storage.py`."""
+
+    sQ: cute.Tensor  # (64, tile_hdim, warpgroup)
+    sdO: cute.Tensor  # (64, tile_hdimv, warpgroup)
+    sK: cute.Tensor  # (tile_n, tile_hdim, stage)
+    sV: cute.Tensor  # (tile_n, tile_hdimv, stage)
+
+
+class Pipelines(NamedTuple):
+    """See the table in `kernel.py`."""
+
+    rows: Any
+    k: Any
+    v: Any
+    tiles: TileMailbox

@@ -1,0 +1,249 @@
+"""A consumer warpgroup of the query-parallel backward kernel: 64 query rows of every tile, from scores to dQ.
+
+Per key block it issues S(j + 1), dP(j + 1) and dQ(j) together, makes P while dP and dQ run, and dS while dQ runs.
+K(j) stays until dQ(j) is done; V is free as soon as dP is.
+"""
+
+from typing import Any, NamedTuple
+
+from flash_hopper.device.barriers import Turns, epilogue_sync
+from flash_hopper.device.dsl import ELEMENT_TYPES, Constexpr, Float32, Int32, const_expr, cute, cutlass, warp, warpgroup
+from flash_hopper.device.gemm import issue
+from flash_hopper.device.layouts import acc_as_operand_a, acc_as_rows, transposed
+from flash_hopper.device.pipelines import consumer_state, partition
+from flash_hopper.device.probabilities import grad_rows, recompute_rows
+from flash_hopper.device.registers import to_operand
+from flash_hopper.geometry.blocks import key_blocks, visible_keys
+from flash_hopper.geometry.tiles import TileCoord
+from flash_hopper.kernels.backward_dq.args import DqArgs, DqAtoms, Pipelines, SharedTensors
+from flash_hopper.kernels.backward_dq.storage import WG_ROWS
+from flash_hopper.plan.backward import BackwardDqPlan
+from flash_hopper.plan.roles import TILE_SLOTS
+
+
+class Fragments(NamedTuple):
+    """Operands and accumulators of one warpgroup."""
+
+    tSrQ: cute.Tensor  # (MMA, M, K) in shared memory
+    tSrK: cute.Tensor  # (MMA, N, K, stage) in shared memory
+    tPrdO: cute.Tensor  # (MMA, M, K) in shared memory
+    tPrV: cute.Tensor  # (MMA, N, K, stage) in shared memory
+    tQrdS: cute.Tensor  # (MMA, M, K) in registers, 16 bit
+    tQrKt: cute.Tensor  # (MMA, N, K, stage) in shared memory
+    acc_S: cute.Tensor  # 64 x tile_n, float32
+    acc_dP: cute.Tensor  # 64 x tile_n, float32
+    acc_dQ: cute.Tensor  # 64 x tile_hdim, float32
+
+
+class RowView(NamedTuple):
+    """A thread's two rows, 8 apart, and their statistics."""
+
+    first_row: Int32
+    lane_col: Int32
+    lse_log2: cute.Tensor
+    delta: cute.Tensor
+
+
+class Consumer:
+    """`plan` is compile-time. `wg` counts consumers from 0, `thread` runs within the warpgroup."""
+
+    def __init__(self, plan: BackwardDqPlan) -> None:
+        self.plan = plan
+        self.turns = Turns(plan.consumer_warpgroups, plan.has_pingpong)
+
+    @cute.jit
+    def run(
+        self, args: DqArgs, atoms: DqAtoms, shared: SharedTensors, pipes: Pipelines, wg: Int32, thread: Int32
+    ) -> None:
+        """All tiles that the producer posts."""
+        plan = self.plan
+        frags = self.fragments(atoms, shared, wg)
+        lse_log2, delta = (cute.make_rmem_tensor(2, Float32) for _ in range(2))
+        rows_state, tile_state = consumer_state(1), consumer_state(TILE_SLOTS)
+        k_state, v_state = consumer_state(plan.k_stages), consumer_state(plan.v_stages)
+        self.turns.start(wg)
+        coord = pipes.tiles.read(tile_state)
+        tile_state.advance()
+        while coord.block >= 0:
+            first_row = coord.block * plan.tile_m + wg * WG_ROWS + thread // 32 * 16 + thread % 32 // 4
+            self.load_statistics(args, coord, first_row, lse_log2, delta)
+            view = RowView(first_row, thread % 4 * 2, lse_log2, delta)
+            pipes.rows.consumer_wait(rows_state)
+            k_state, v_state = self.tile(args, atoms, pipes, frags, view, coord, k_state, v_state, wg)
+            self.store_dq(args, atoms, shared, frags, coord, wg, thread)
+            pipes.rows.consumer_release(rows_state)
+            rows_state.advance()
+            coord = pipes.tiles.read(tile_state)
+            tile_state.advance()
+
+    def fragments(self, atoms: DqAtoms, shared: SharedTensors, wg: Int32) -> Fragments:
+        """Descriptors of the shared operands, registers of the rest."""
+        plan = self.plan
+        s, dp, dq = (mma.get_slice(0) for mma in (atoms.mma_s, atoms.mma_dp, atoms.mma_dq))
+        acc_S, acc_dP = (
+            cute.make_rmem_tensor(mma.partition_shape_C((WG_ROWS, plan.tile_n)), Float32)
+            for mma in (atoms.mma_s, atoms.mma_dp)
+        )
+        return Fragments(
+            tSrQ=atoms.mma_s.make_fragment_A(s.partition_A(shared.sQ))[None, None, None, wg],
+            tSrK=atoms.mma_s.make_fragment_B(s.partition_B(shared.sK)),
+            tPrdO=atoms.mma_dp.make_fragment_A(dp.partition_A(shared.sdO))[None, None, None, wg],
+            tPrV=atoms.mma_dp.make_fragment_B(dp.partition_B(shared.sV)),
+            tQrdS=cute.make_rmem_tensor(acc_as_operand_a(acc_S.layout), ELEMENT_TYPES[plan.dtype]),
+            tQrKt=atoms.mma_dq.make_fragment_B(dq.partition_B(transposed(shared.sK))),
+            acc_S=acc_S,
+            acc_dP=acc_dP,
+            acc_dQ=cute.make_rmem_tensor(atoms.mma_dq.partition_shape_C((WG_ROWS, plan.tile_hdim)), Float32),
+        )
+
+    @cute.jit
+    def load_statistics(
+        self, args: DqArgs, coord: TileCoord, first_row: Int32, lse_log2: cute.Tensor, delta: cute.Tensor
+    ) -> None:
+        """LSE and D of the two rows; rows past seqlen_q get P = 0."""
+        for r in cutlass.range_constexpr(2):
+            row = first_row + 8 * r
+            lse_log2[r] = Float32.inf
+            delta[r] = Float32(0.0)
+            if row < args.mQ.shape[0]:
+                lse_log2[r] = args.mStatistics[0, coord.batch, coord.head, row]
+                delta[r] = args.mStatistics[1, coord.batch, coord.head, row]
+
+    @cute.jit
+    def tile(
+        self, args: DqArgs, atoms: DqAtoms, pipes: Pipelines, frags: Fragments, view: RowView, coord: TileCoord,
+        k_state: Any, v_state: Any, wg: Int32,
+    ) -> tuple[Any, Any]:  # fmt: skip
+        """One tile up to unscaled dQ; returns the cursors."""
+        plan = self.plan
+        row = coord.block * plan.tile_m
+        seqlen_q, seqlen_k = args.mQ.shape[0], args.mK.shape[0]
+        whole = key_blocks(row, plan.tile_m, seqlen_q, seqlen_k, plan.tile_n, plan.is_causal)
+        blocks = key_blocks(row + wg * WG_ROWS, WG_ROWS, seqlen_q, seqlen_k, plan.tile_n, plan.is_causal)
+        for _ in cutlass.range(whole.end - blocks.end, unroll=1):
+            k_state, v_state = self.skip(pipes, k_state, v_state, wg)
+        pipes.k.consumer_wait(k_state)
+        self.issue_s(atoms, frags, k_state)
+        pipes.v.consumer_wait(v_state)
+        self.issue_dp(atoms, frags, v_state)
+        frags.acc_dQ.fill(0.0)
+        warpgroup.wait_group(1)
+        self.make_p(args, frags, view, blocks.end - 1, blocks.end > blocks.full)
+        warpgroup.wait_group(0)
+        pipes.v.consumer_release(v_state)
+        v_state.advance()
+        self.make_ds(frags, view)
+        masked = cutlass.max(blocks.end - 1 - blocks.full, 0)
+        if const_expr(plan.is_causal):
+            for i in cutlass.range(masked, unroll=1):
+                k_state, v_state = self.step(
+                    args, atoms, pipes, frags, view, k_state, v_state, wg, blocks.end - 2 - i, True
+                )
+        else:
+            masked = Int32(0)  # only the first block can reach past the last key
+        for i in cutlass.range(blocks.end - 1 - masked, unroll=1):
+            k_state, v_state = self.step(
+                args, atoms, pipes, frags, view, k_state, v_state, wg, blocks.end - 2 - masked - i, False
+            )
+        self.issue_dq(atoms, frags, k_state)
+        warpgroup.wait_group(0)
+        pipes.k.consumer_release(k_state)
+        k_state.advance()
+        return k_state, v_state
+
+    @cute.jit
+    def skip(self, pipes: Pipelines, k_state: Any, v_state: Any, wg: Int32) -> tuple[Any, Any]:
+        """A block in which this warpgroup has no visible key: free its stages, take the turn and pass it on."""
+        self.turns.wait(wg)
+        self.turns.pass_on(wg)
+        pipes.k.consumer_wait(k_state)
+        pipes.k.consumer_release(k_state)
+        k_state.advance()
+        pipes.v.consumer_wait(v_state)
+        pipes.v.consumer_release(v_state)
+        v_state.advance()
+        return k_state, v_state
+
+    @cute.jit
+    def step(
+        self, args: DqArgs, atoms: DqAtoms, pipes: Pipelines, frags: Fragments, view: RowView, k_state: Any,
+        v_state: Any, wg: Int32, n_block: Int32, is_masked: Constexpr[bool],
+    ) -> tuple[Any, Any]:  # fmt: skip
+        """Steady state: S and dP of `n_block`, dQ of the block before it. `k_state` stands at that earlier block."""
+        next_k = k_state.clone()
+        next_k.advance()
+        pipes.k.consumer_wait(next_k)
+        self.turns.wait(wg)
+        self.issue_s(atoms, frags, next_k)
+        pipes.v.consumer_wait(v_state)
+        self.issue_dp(atoms, frags, v_state)
+        self.issue_dq(atoms, frags, k_state)
+        self.turns.pass_on(wg)
+        warpgroup.wait_group(2)  # S
+        self.make_p(args, frags, view, n_block, is_masked)
+        warpgroup.wait_group(1)  # dP
+        pipes.v.consumer_release(v_state)
+        v_state.advance()
+        grad_rows(acc_as_rows(frags.acc_S), acc_as_rows(frags.acc_dP), view.delta)
+        warpgroup.wait_group(0)  # dQ: K is free, and dS may be overwritten
+        pipes.k.consumer_release(k_state)
+        k_state.advance()
+        to_operand(frags.acc_dP, frags.tQrdS, self.plan.dtype)
+        return k_state, v_state
+
+    def issue_s(self, atoms: DqAtoms, frags: Fragments, k_state: Any) -> None:
+        """S = Q K^T."""
+        issue(atoms.mma_s, frags.acc_S, frags.tSrQ, frags.tSrK[None, None, None, k_state.index], True)
+
+    def issue_dp(self, atoms: DqAtoms, frags: Fragments, v_state: Any) -> None:
+        """dP = dO V^T."""
+        issue(atoms.mma_dp, frags.acc_dP, frags.tPrdO, frags.tPrV[None, None, None, v_state.index], True)
+
+    def issue_dq(self, atoms: DqAtoms, frags: Fragments, k_state: Any) -> None:
+        """dQ += dS K."""
+        issue(atoms.mma_dq, frags.acc_dQ, frags.tQrdS, frags.tQrKt[None, None, None, k_state.index], False)
+
+    @cute.jit
+    def make_p(self, args: DqArgs, frags: Fragments, view: RowView, n_block: Int32, is_masked: Any) -> None:
+        """Scores to P."""
+        plan = self.plan
+        limits = tuple(
+            visible_keys(view.first_row + 8 * r, args.mQ.shape[0], args.mK.shape[0], plan.is_causal) for r in (0, 1)
+        )
+        recompute_rows(
+            acc_as_rows(frags.acc_S), args.scale_log2, view.lse_log2, limits, n_block * plan.tile_n + view.lane_col,
+            is_masked,
+        )  # fmt: skip
+
+    def make_ds(self, frags: Fragments, view: RowView) -> None:
+        """dP to dS, as the operand of dQ."""
+        grad_rows(acc_as_rows(frags.acc_S), acc_as_rows(frags.acc_dP), view.delta)
+        to_operand(frags.acc_dP, frags.tQrdS, self.plan.dtype)
+
+    @cute.jit
+    def store_dq(
+        self, args: DqArgs, atoms: DqAtoms, shared: SharedTensors, frags: Fragments, coord: TileCoord, wg: Int32,
+        thread: Int32,
+    ) -> None:  # fmt: skip
+        """scale * dQ through this warpgroup's part of Q, which is done; returns when the store has read it."""
+        dtype = ELEMENT_TYPES[self.plan.dtype]
+        store_matrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), dtype)
+        r2s = cute.make_tiled_copy_C(store_matrix, atoms.mma_dq).get_slice(thread)
+        rdQ = cute.make_rmem_tensor_like(frags.acc_dQ, dtype)
+        rdQ.store((frags.acc_dQ.load() * args.scale).to(dtype))
+        sdQ = shared.sQ[None, None, wg]
+        epilogue_sync(wg)  # every warp of the warpgroup has finished its wgmmas on Q
+        cute.copy(r2s, r2s.retile(rdQ), r2s.partition_D(sdQ))
+        cute.arch.fence_proxy("async.shared", space="cta")  # these writes, before the TMA store reads them
+        epilogue_sync(wg)  # ... from all threads of the warpgroup
+        if thread < 32:
+            band = coord.block * self.plan.consumer_warpgroups + wg
+            gdQ = cute.local_tile(
+                args.mdQ[None, None, coord.head, coord.batch], (WG_ROWS, self.plan.tile_hdim), (band, 0)
+            )
+            dst, src = partition(atoms.tma_dq, gdQ, sdQ)
+            with cute.arch.elect_one():
+                cute.copy(atoms.tma_dq, src, dst)
+                cute.arch.cp_async_bulk_commit_group()
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+        cute.arch.sync_warp()

@@ -1,0 +1,176 @@
+"""The query-parallel backward kernel: host entry, set-up, and the hand-over to the roles."""
+
+import math
+from typing import Any
+
+from flash_hopper.device.dsl import (
+    ELEMENT_TYPES,
+    Float32,
+    Int32,
+    OperandMajorMode,
+    cpasync,
+    cuda,
+    cute,
+    make_fake_stream,
+    make_fake_tensor,
+    make_trivial_tiled_mma,
+    pipeline,
+    warpgroup,
+)
+from flash_hopper.device.layouts import seqlen_major
+from flash_hopper.device.pipelines import thread_pipeline, tma_pipeline
+from flash_hopper.device.schedulers.mailbox import SLOT_INTS, TileMailbox
+from flash_hopper.device.schedulers.numbering import make_scheduler
+from flash_hopper.geometry.arith import ceil_div
+from flash_hopper.kernels.backward_dq.args import DqArgs, DqAtoms, Pipelines
+from flash_hopper.kernels.backward_dq.consumer import Consumer
+from flash_hopper.kernels.backward_dq.producer import Producer
+from flash_hopper.kernels.backward_dq.storage import WG_ROWS, TileLayouts, allocate, shared_struct, tile_layouts
+from flash_hopper.plan.backward import STATISTICS_ROWS, BackwardDqPlan
+from flash_hopper.plan.roles import TILE_SLOTS, WARPGROUP, backward_dq_pipelines, roles_of
+
+LOG2_E = math.log2(math.e)
+
+
+class BackwardDqKernel:
+    """dQ = scale * dS K, one persistent CTA per SM, one CTA per query tile at a time: no accumulation in memory.
+
+    Roles as in the forward: one producer warp, consumer warpgroups of 64 query rows each.
+
+    | pipeline | stages | filled by | bytes a stage | freed by |
+    |---|---|---|---|---|
+    | tile | 2 | producer lane, 1 arrival | coordinates | 1 arrival a consumer warp, when read |
+    | rows | 1 | TMA, Q and dO | tile_m x (tile_hdim + tile_hdimv) | 1 a consumer warp, when dQ's store has read Q's buffer |
+    | k | plan.k_stages | TMA | tile_n x tile_hdim | 1 a consumer warp, when dQ is done |
+    | v | plan.v_stages | TMA | tile_n x tile_hdimv | 1 a consumer warp, when dP is done |
+
+    Producer, per tile: post its coordinates, ask for the next tile, load Q and dO; per block: K(j), V(j).
+    Consumer, per tile: S and dP of the last block; per block: S(j - 1), dP(j - 1), dQ(j) issued in its turn, then P and
+    dS; dQ of block 0; store.
+    """
+
+    def __init__(self, plan: BackwardDqPlan) -> None:
+        self.plan = plan
+        self.roles = roles_of(plan)
+        self.producer = Producer(plan)
+        self.consumer = Consumer(plan)
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        dout: cute.Tensor,
+        dq: cute.Tensor,
+        statistics: cute.Tensor,
+        tile_counter: cute.Tensor | None,
+        scale: Float32,
+        ctas: Int32,
+        heads_per_section: Int32,
+        stream: cuda.CUstream,
+    ):
+        """Launch. q, dq: (batch, seqlen_q, heads, head_dim); k, v: (batch, seqlen_k, heads_k, ...); dout: (batch,
+        seqlen_q, heads, head_dim_v); statistics: (2, batch, heads, rows) of the preprocess kernel."""
+        plan = self.plan
+        mQ, mK, mV, mdO, mdQ = (seqlen_major(t) for t in (q, k, v, dout, dq))
+        tiles = tile_layouts(plan)
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        tma_q, mQ_tma = cpasync.make_tiled_tma_atom(load, mQ, tiles.q, (WG_ROWS, plan.tile_hdim))
+        tma_do, mdO_tma = cpasync.make_tiled_tma_atom(load, mdO, tiles.do, (WG_ROWS, plan.tile_hdimv))
+        tma_k, mK_tma = cpasync.make_tiled_tma_atom(load, mK, tiles.k, (plan.tile_n, plan.tile_hdim))
+        tma_v, mV_tma = cpasync.make_tiled_tma_atom(load, mV, tiles.v, (plan.tile_n, plan.tile_hdimv))
+        tma_dq, mdQ_tma = cpasync.make_tiled_tma_atom(store, mdQ, tiles.q, (WG_ROWS, plan.tile_hdim))
+        m_blocks = ceil_div(mQ.shape[0], plan.tile_m)
+        total = m_blocks * mQ.shape[2] * mQ.shape[3]
+        args = DqArgs(
+            mQ_tma, mK_tma, mV_tma, mdO_tma, mdQ_tma, statistics, tile_counter, scale, scale * Float32(LOG2_E),
+            m_blocks, total, heads_per_section,
+        )  # fmt: skip
+        atoms = DqAtoms(tma_q, tma_k, tma_v, tma_do, tma_dq, *self.tiled_mmas())
+        self.shared_struct = shared_struct(plan)
+        self.kernel(args, atoms, tiles).launch(
+            grid=[min(ctas, total), 1, 1],
+            block=[self.roles.threads, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=1,  # without it setmaxnreg is dropped
+            use_pdl=True,
+        )
+
+    def tiled_mmas(self) -> tuple[cute.TiledMma, cute.TiledMma, cute.TiledMma]:
+        """S, dP with both operands from shared memory, dQ with dS from registers and K transposed by the hardware."""
+        plan, dtype = self.plan, ELEMENT_TYPES[self.plan.dtype]
+        k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
+        scores = make_trivial_tiled_mma(dtype, dtype, k_major, k_major, Float32, (1, 1, 1), (WG_ROWS, plan.tile_n))
+        dq = make_trivial_tiled_mma(
+            dtype, dtype, k_major, mn_major, Float32, (1, 1, 1), (WG_ROWS, plan.tile_hdim),
+            warpgroup.OperandSource.RMEM,
+        )  # fmt: skip
+        return scores, scores, dq
+
+    @cute.kernel
+    def kernel(self, args: DqArgs, atoms: DqAtoms, tiles: TileLayouts):
+        """Set-up by all warps, then each warpgroup takes its role."""
+        plan, roles = self.plan, self.roles
+        thread, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp == 0:
+            for descriptor in (atoms.tma_q, atoms.tma_k, atoms.tma_v, atoms.tma_do, atoms.tma_dq):
+                cpasync.prefetch_descriptor(descriptor)
+        storage, shared = allocate(plan, self.shared_struct, tiles)
+        pipes = self.pipelines(storage, tiles)
+        pipeline.pipeline_init_arrive()
+        pipeline.pipeline_init_wait()  # every thread sees the initialised barriers
+        cute.arch.griddepcontrol_wait()  # statistics are complete, and nobody reads dQ's memory any more
+        if warp < WARPGROUP // 32:
+            cute.arch.setmaxregister_decrease(roles.producer_registers)
+            if warp == 0:
+                scheduler = make_scheduler(plan.scheduler, args.tiles, args.tile_counter)
+                self.producer.run(scheduler, args, atoms, shared, pipes)
+                cute.arch.griddepcontrol_launch_dependents()
+        else:
+            cute.arch.setmaxregister_increase(roles.consumer_registers)
+            wg = cute.arch.make_warp_uniform(thread // WARPGROUP - 1)
+            self.consumer.run(args, atoms, shared, pipes, wg, thread % WARPGROUP)
+
+    def pipelines(self, storage: Any, tiles: TileLayouts) -> Pipelines:
+        """All pipelines of the kernel; sizes are checked against the plan."""
+        specs = backward_dq_pipelines(self.plan)
+        dtype = ELEMENT_TYPES[self.plan.dtype]
+        size = {name: cute.size_in_bytes(dtype, getattr(tiles, name)) for name in ("q", "do", "k", "v")}
+        return Pipelines(
+            rows=tma_pipeline(specs["rows"], storage.bar_rows, (size["q"] + size["do"]) * self.plan.consumer_warpgroups),
+            k=tma_pipeline(specs["k"], storage.bar_k, size["k"]),
+            v=tma_pipeline(specs["v"], storage.bar_v, size["v"]),
+            tiles=TileMailbox(
+                thread_pipeline(specs["tile"], storage.bar_tile),
+                storage.slots.get_tensor(cute.make_layout((SLOT_INTS, TILE_SLOTS))),
+            ),
+        )
+
+
+def placeholder_arguments(plan: BackwardDqPlan) -> tuple[Any, ...]:
+    """Arguments for `cute.compile`; alignment as in the forward."""
+    dtype = ELEMENT_TYPES[plan.dtype]
+    batch, seqlen_q, seqlen_k, heads, heads_k = (cute.sym_int32() for _ in range(5))
+    hdim, hdimv = cute.sym_int32(divisibility=8), cute.sym_int32(divisibility=8)
+    rows = cute.sym_int32(divisibility=STATISTICS_ROWS)
+
+    def tensor(*shape: Any) -> Any:
+        strides = (*(cute.sym_int64(divisibility=8) for _ in range(3)), 1)
+        return make_fake_tensor(dtype, shape, strides, assumed_align=16)
+
+    statistics_strides = (*(cute.sym_int64(divisibility=STATISTICS_ROWS) for _ in range(3)), 1)
+    return (
+        tensor(batch, seqlen_q, heads, hdim),
+        tensor(batch, seqlen_k, heads_k, hdim),
+        tensor(batch, seqlen_k, heads_k, hdimv),
+        tensor(batch, seqlen_q, heads, hdimv),
+        tensor(batch, seqlen_q, heads, hdim),
+        make_fake_tensor(Float32, (2, batch, heads, rows), statistics_strides, assumed_align=16),
+        make_fake_tensor(Int32, (1,), (1,), assumed_align=4) if plan.scheduler == "dynamic" else None,
+        Float32(1.0),
+        Int32(1),
+        Int32(1),
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+    )

@@ -1,0 +1,1 @@
+"""Statistics of query rows for the backward: `kernel.py`."""

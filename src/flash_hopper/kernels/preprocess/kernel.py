@@ -1,0 +1,135 @@
+"""Preprocess of the backward: per query row D = rowsum(dO o O) - dLSE, and LSE * log2(e) (specification 7.3.1).
+
+Bound by memory: each row of dO and O is read once, in 16-byte pieces. Rows past seqlen_q, and rows that saw no key, get
+LSE = +inf, so that every later exp2(S - LSE) is 0 there, and D = 0.
+"""
+
+import math
+from typing import Any
+
+from flash_hopper.device.dsl import (
+    ELEMENT_TYPES,
+    Float32,
+    Int32,
+    const_expr,
+    cuda,
+    cute,
+    cutlass,
+    make_fake_stream,
+    make_fake_tensor,
+)
+from flash_hopper.geometry.arith import ceil_div
+from flash_hopper.plan.backward import STATISTICS_ROWS, PreprocessPlan
+
+THREADS = 128
+VECTOR = 8  # elements of 16 bit in 16 bytes
+ROWS_PER_THREAD = 4  # so that 8 to 16 loads a thread are in flight
+LOG2_E = math.log2(math.e)
+
+
+class PreprocessKernel:
+    """One CTA handles `ROWS_PER_THREAD * THREADS / threads_per_row` rows of one head."""
+
+    def __init__(self, plan: PreprocessPlan) -> None:
+        self.plan = plan
+        self.rows_per_pass = THREADS // plan.threads_per_row
+        self.rows_per_cta = self.rows_per_pass * ROWS_PER_THREAD
+
+    @cute.jit
+    def __call__(
+        self,
+        out: cute.Tensor,
+        dout: cute.Tensor,
+        lse: cute.Tensor,
+        dlse: cute.Tensor | None,
+        statistics: cute.Tensor,
+        stream: cuda.CUstream,
+    ):
+        """out, dout: (batch, seqlen_q, heads, head_dim_v); lse, dlse: (batch, heads, seqlen_q) float32; statistics:
+        (2, batch, heads, rows) float32, rows >= seqlen_q: LSE in base 2, then D."""
+        row_blocks = ceil_div(statistics.shape[3], self.rows_per_cta)
+        self.kernel(out, dout, lse, dlse, statistics, row_blocks).launch(
+            grid=[row_blocks * out.shape[2] * out.shape[0], 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=True
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        mO: cute.Tensor,
+        mdO: cute.Tensor,
+        mLSE: cute.Tensor,
+        mdLSE: cute.Tensor | None,
+        mStatistics: cute.Tensor,
+        row_blocks: Int32,
+    ):
+        per_row = self.plan.threads_per_row
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        pair = block // row_blocks
+        head, batch = pair % mO.shape[2], pair // mO.shape[2]
+        first = (block - pair * row_blocks) * self.rows_per_cta + thread // per_row
+        piece = thread % per_row
+        cute.arch.griddepcontrol_wait()  # dO may come from the kernel before
+        for i in cutlass.range_constexpr(ROWS_PER_THREAD):
+            row = first + i * self.rows_per_pass
+            total = self.row_sum(mO, mdO, batch, head, row, piece)
+            if piece == 0 and row < mStatistics.shape[3]:
+                lse, delta = Float32.inf, Float32(0.0)
+                if row < mO.shape[1]:
+                    value = mLSE[batch, head, row]
+                    delta = total
+                    if const_expr(mdLSE is not None):
+                        delta = delta - mdLSE[batch, head, row]
+                    if value != -Float32.inf:
+                        lse = value * LOG2_E
+                    else:
+                        delta = Float32(0.0)
+                mStatistics[0, batch, head, row] = lse
+                mStatistics[1, batch, head, row] = delta
+        cute.arch.griddepcontrol_launch_dependents()
+
+    @cute.jit
+    def row_sum(
+        self, mO: cute.Tensor, mdO: cute.Tensor, batch: Int32, head: Int32, row: Int32, piece: Int32
+    ) -> Float32:
+        """rowsum(dO o O), in every thread of the row."""
+        per_row = self.plan.threads_per_row
+        total = Float32(0.0)
+        if row < mO.shape[1]:
+            gO, gdO = mO[batch, row, head, None], mdO[batch, row, head, None]
+            for start in cutlass.range_constexpr(0, 256 if per_row > 8 else 64, per_row * VECTOR):
+                chunk = piece + start // VECTOR
+                if chunk * VECTOR < mO.shape[3]:
+                    o = cute.local_tile(gO, (VECTOR,), (chunk,)).load().to(Float32)
+                    do = cute.local_tile(gdO, (VECTOR,), (chunk,)).load().to(Float32)
+                    total = total + (o * do).reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+        return cute.arch.warp_reduction(total, lambda a, b: a + b, threads_in_group=per_row)
+
+
+def placeholder_arguments(plan: PreprocessPlan) -> tuple[Any, ...]:
+    """Arguments for `cute.compile`."""
+    dtype = ELEMENT_TYPES[plan.dtype]
+    batch, seqlen_q, heads = (cute.sym_int32() for _ in range(3))
+    hdimv, rows = cute.sym_int32(divisibility=8), cute.sym_int32(divisibility=STATISTICS_ROWS)
+
+    def tensor() -> Any:
+        strides = (*(cute.sym_int64(divisibility=8) for _ in range(3)), 1)
+        return make_fake_tensor(dtype, (batch, seqlen_q, heads, hdimv), strides, assumed_align=16)
+
+    def per_row() -> Any:
+        strides = tuple(cute.sym_int64() for _ in range(3))
+        return make_fake_tensor(Float32, (batch, heads, seqlen_q), strides, assumed_align=4)
+
+    return (
+        tensor(),
+        tensor(),
+        per_row(),
+        per_row() if plan.has_dlse else None,
+        make_fake_tensor(
+            Float32,
+            (2, batch, heads, rows),
+            (*(cute.sym_int64(divisibility=STATISTICS_ROWS) for _ in range(3)), 1),
+            assumed_align=16,
+        ),
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+    )

@@ -1,0 +1,124 @@
+"""Backward plans: preprocess, the query-parallel dQ kernel and the key-parallel dK/dV kernel.
+
+The query-parallel kernel owns query rows and adds up dQ over key blocks; the key-parallel one owns keys and adds up dK
+and dV over query blocks and the query heads of its key head. Neither adds into global memory, so both are deterministic.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from flash_hopper.geometry.arith import round_up
+from flash_hopper.plan.forward import HDIM_STEP
+from flash_hopper.plan.tables.backward import choose_dkdv_tile, choose_dq_tile
+from flash_hopper.problem.attention import AttentionProblem
+from flash_hopper.problem.dtypes import DType
+
+STATISTICS_ROWS = 16  # rows of the statistics are padded to a multiple of this and of the key-parallel kernel's tile_m
+
+
+@dataclass(frozen=True, slots=True)
+class PreprocessPlan:
+    """Compile-time choices of the preprocess kernel: D = rowsum(dO o O) - dLSE, and LSE in base 2."""
+
+    dtype: DType
+    threads_per_row: int
+    has_dlse: bool
+
+    kind = "preprocess"
+
+    @property
+    def name(self) -> str:
+        """Readable and unique among preprocess plans."""
+        return f"preprocess_{self.dtype}_t{self.threads_per_row}" + ("_dlse" if self.has_dlse else "")
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardDqPlan:
+    """Compile-time choices of the query-parallel kernel: 64 query rows per consumer warpgroup, tile_n keys a step."""
+
+    dtype: DType
+    tile_hdim: int
+    tile_hdimv: int
+    tile_m: int
+    tile_n: int
+    k_stages: int
+    v_stages: int
+    has_pingpong: bool
+    scheduler: Literal["static", "dynamic"]
+    is_causal: bool
+
+    kind = "backward_dq"
+
+    @property
+    def consumer_warpgroups(self) -> int:
+        """Warpgroups that compute."""
+        return self.tile_m // 64
+
+    @property
+    def name(self) -> str:
+        """Readable and unique among these plans."""
+        return (
+            f"backward_dq_{self.dtype}_d{self.tile_hdim}_dv{self.tile_hdimv}_{self.tile_m}x{self.tile_n}"
+            f"_k{self.k_stages}v{self.v_stages}_{'causal' if self.is_causal else 'full'}_{self.scheduler}"
+            + ("_pingpong" if self.has_pingpong else "")
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardDkdvPlan:
+    """Compile-time choices of the key-parallel kernel.
+
+    With `splits_roles` there are two warpgroups on the same 64 keys: one makes P and dV, the other dP, dS and dK.
+    Otherwise each warpgroup owns 64 keys and does everything for them.
+    """
+
+    dtype: DType
+    tile_hdim: int
+    tile_hdimv: int
+    tile_m: int
+    tile_n: int
+    stages: int
+    splits_roles: bool
+    scheduler: Literal["static", "dynamic"]
+    is_causal: bool
+
+    kind = "backward_dkdv"
+
+    @property
+    def consumer_warpgroups(self) -> int:
+        """Warpgroups that compute."""
+        return 2 if self.splits_roles else self.tile_n // 64
+
+    @property
+    def name(self) -> str:
+        """Readable and unique among these plans."""
+        return (
+            f"backward_dkdv_{self.dtype}_d{self.tile_hdim}_dv{self.tile_hdimv}_{self.tile_m}x{self.tile_n}"
+            f"_s{self.stages}_{'causal' if self.is_causal else 'full'}_{self.scheduler}"
+            + ("_split" if self.splits_roles else "")
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardPlans:
+    """All kernels of one backward call."""
+
+    preprocess: PreprocessPlan
+    dq: BackwardDqPlan
+    dkdv: BackwardDkdvPlan
+
+
+def plan_backward(problem: AttentionProblem, has_dlse: bool) -> BackwardPlans:
+    """The plans for a problem; `has_dlse`: a gradient of the log-sum-exp comes in as well."""
+    hdim, hdimv = round_up(problem.head_dim, HDIM_STEP), round_up(problem.head_dim_v, HDIM_STEP)
+    dq, dkdv = choose_dq_tile(hdim, hdimv), choose_dkdv_tile(hdim, hdimv)
+    scheduler: Literal["static", "dynamic"] = "dynamic" if problem.causal else "static"
+    return BackwardPlans(
+        PreprocessPlan(problem.dtype, 8 if hdimv <= 64 else 16, has_dlse),
+        BackwardDqPlan(
+            problem.dtype, hdim, hdimv, dq.m, dq.n, dq.k_stages, dq.v_stages, dq.has_pingpong, scheduler, problem.causal
+        ),
+        BackwardDkdvPlan(
+            problem.dtype, hdim, hdimv, dkdv.m, dkdv.n, dkdv.stages, dkdv.splits_roles, scheduler, problem.causal
+        ),
+    )

@@ -1,0 +1,49 @@
+"""Backward tiles by head dim. A row is the first that covers both padded head dims."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class DqTile:
+    """Query-parallel kernel: m query rows (64 per consumer warpgroup), n keys a step, stages of K and of V."""
+
+    m: int
+    n: int
+    k_stages: int
+    v_stages: int
+    has_pingpong: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class DkdvTile:
+    """Key-parallel kernel: m query rows a step, n keys, stages of Q and dO."""
+
+    m: int
+    n: int
+    stages: int
+    splits_roles: bool = False
+
+
+# (head dim up to, head dim of v up to, tile)
+DQ_ROWS = (
+    (64, 64, DqTile(192, 80, 2, 2)),
+    (128, 128, DqTile(128, 112, 2, 2)),
+    (192, 192, DqTile(128, 64, 2, 2)),
+    (256, 256, DqTile(128, 64, 2, 1)),
+)
+DKDV_ROWS = (
+    (64, 64, DkdvTile(96, 128, 3)),
+    (128, 128, DkdvTile(64, 128, 3)),
+    (192, 192, DkdvTile(64, 64, 3, splits_roles=True)),
+    (256, 256, DkdvTile(64, 64, 2, splits_roles=True)),
+)
+
+
+def choose_dq_tile(hdim: int, hdimv: int) -> DqTile:
+    """The query-parallel kernel's tile for padded head dims."""
+    return next(tile for d, dv, tile in DQ_ROWS if hdim <= d and hdimv <= dv)
+
+
+def choose_dkdv_tile(hdim: int, hdimv: int) -> DkdvTile:
+    """The key-parallel kernel's tile for padded head dims."""
+    return next(tile for d, dv, tile in DKDV_ROWS if hdim <= d and hdimv <= dv)
