@@ -13,13 +13,16 @@ else
 EXTRAS := cu13,dev
 endif
 
+# Test processes: one a core, each with one thread of torch, and at most 8 (each holds torch in memory)
+WORKERS := $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -gt 8 ] && echo 8 || echo $$n)
+
 .PHONY: demo test lint format venv clean
 
 demo: $(STAMP)
 	$(BIN)/flash-hopper demo $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n auto tests/cpu tests/compile $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) tests/cpu tests/compile $(ARGS)
 ifeq ($(HAS_GPU),yes)
 	$(BIN)/python -m pytest tests/gpu $(ARGS)
 endif

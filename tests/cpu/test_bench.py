@@ -4,11 +4,14 @@ import itertools
 import json
 import math
 import statistics
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from flash_hopper.cli.main import app
 from flash_hopper.problem.dtypes import DType
 from flash_hopper.problem.errors import ArgumentError
 from flash_hopper.reference import naive
@@ -29,7 +32,7 @@ from flash_hopper.testing.providers import (
     prepare,
 )
 from flash_hopper.testing.tables import render_table, render_tables, update_tables
-from flash_hopper.testing.timing import burst, host_cost
+from flash_hopper.testing.timing import burst, host_cost, steady
 
 
 class SimulatedQueue:
@@ -66,6 +69,11 @@ class SimulatedQueue:
     def flush_l2(self):
         self.log.append("flush")
         self.now += 50.0
+
+    @contextmanager
+    def clocks(self):
+        with ClockSampler(lambda: Sample(1500.0, 690.0)) as sampler:
+            yield sampler
 
 
 def test_burst_measures_each_call_alone_with_a_flush_before_it():
@@ -107,6 +115,15 @@ def test_burst_reports_the_median():
         queue.now += next(durations)
 
     assert burst({"a": call}, queue, rounds=5, pause_s=0.0)["a"].us == 7.0
+
+
+def test_steady_averages_the_settled_loop_and_reads_clock_and_power():
+    queue = SimulatedQueue()
+    result = steady(queue.kernel("a", 20.0), queue, seconds=0.4)
+    assert result.us == pytest.approx(20.0)
+    assert (result.mhz, result.watt) == (1500.0, 690.0)
+    assert queue.log.count("a") > len(result.samples) > 1
+    assert "flush" not in queue.log
 
 
 def test_host_cost_is_measured_behind_a_full_queue_or_an_empty_one():
@@ -332,3 +349,20 @@ def test_the_same_rows_give_the_same_figure(tmp_path):
         plot_rows(ENV, [row("ours", None)], tmp_path / "c.svg")
     plot_rows(ENV, list(paper_rows()), tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_stored_rows_are_shown_summarised_and_drawn_without_a_gpu(tmp_path):
+    pytest.importorskip("matplotlib", reason="figures need the plot extra")
+    stored = tmp_path / "rows.json"
+    steady_rows = [replace(r, protocol="steady", mhz=1500.0, watt=690.0) for r in paper_rows()]
+    write_rows(stored, ENV, [*paper_rows(), *steady_rows])
+    arguments = ["bench", "--from-json", str(stored), "--plot", str(tmp_path / "fig.svg")]
+    shown = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
+    assert shown.exit_code == 0, shown.output
+    assert "burst: ours / best peer, geometric mean of 8 cells: 1.265" in shown.output
+    assert "worst 0.800 (d64 full s512, fa3)" in shown.output
+    assert "1500 MHz, 690 W" in shown.output
+    assert sorted(p.name for p in tmp_path.glob("*.svg")) == ["fig-burst.svg", "fig-steady.svg"]
+    shown = CliRunner().invoke(app, [*arguments, "--protocol", "burst"], env={"COLUMNS": "200"})
+    assert "steady" not in shown.output
+    assert (tmp_path / "fig.svg").exists()

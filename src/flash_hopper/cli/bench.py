@@ -41,8 +41,12 @@ def bench(
     rounds: Annotated[int, typer.Option(min=1, help="Launches per provider in burst and graph.")] = 12,
     seconds: Annotated[float, typer.Option(min=0.1, help="Length of the steady loop.")] = 3.0,
     json: Annotated[Path | None, typer.Option(help="Store the rows here; also while it runs.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the rows; .svg, .png or .pdf.")] = None,
-    from_json: Annotated[Path | None, typer.Option(help="Show stored rows instead of measuring.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw the rows; .svg, .png or .pdf; one file a protocol if there are several.")
+    ] = None,
+    from_json: Annotated[
+        Path | None, typer.Option(help="Show stored rows (those of --protocol) instead of measuring.")
+    ] = None,
     tables: Annotated[Path | None, typer.Option(help="Only fill the marked tables of this document.")] = None,
     commit: Annotated[str | None, typer.Option(help="Commit to store where this is no git checkout.")] = None,
 ) -> None:
@@ -55,6 +59,7 @@ def bench(
         from flash_hopper.testing.bench_run import read_rows
 
         env, rows = read_rows(from_json)
+        rows = [row for row in rows if protocol is None or row.protocol in _names(protocol)]
         for row_group in _by_case(rows):
             console.print(_case_line(row_group), soft_wrap=True)
     else:
@@ -73,10 +78,7 @@ def bench(
         rows = _measure_all(shapes, settings, console, env, json)
     _show_summary(rows, console)
     if plot is not None:
-        from flash_hopper.testing.plots import plot_rows
-
-        plot_rows(env, rows, plot)
-        console.print(f"figure: {plot}")
+        _draw(env, rows, plot, console)
     if any(row.error for row in rows if row.provider.startswith("ours")):
         raise typer.Exit(1)
 
@@ -157,6 +159,19 @@ def _show_summary(rows: "Sequence[BenchRow]", console: Console) -> None:
             f"[bold]{summary.geometric_mean:.3f}[/]; worst {worst.ratio:.3f} ({where}, {worst.peer.provider})",
             soft_wrap=True,
         )
+
+
+def _draw(env: dict[str, Any], rows: "Sequence[BenchRow]", path: Path, console: Console) -> None:
+    """One figure for each protocol that has times."""
+    from flash_hopper.testing.plots import plot_rows
+
+    protocols = list(dict.fromkeys(row.protocol for row in rows if row.us is not None))
+    if not protocols:
+        raise ArgumentError("there is no measured row to plot")
+    for protocol in protocols:
+        target = path if len(protocols) == 1 else path.with_stem(f"{path.stem}-{protocol}")
+        plot_rows(env, [row for row in rows if row.protocol == protocol], target)
+        console.print(f"figure: {target}")
 
 
 def _fill_tables(document: Path, console: Console) -> None:

@@ -9,12 +9,13 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from flash_hopper.testing.clocks import gpu_clock_sampler
+from flash_hopper.testing.clocks import ClockSampler, gpu_clock_sampler
 
 Call = Callable[[], object]
 
@@ -62,6 +63,9 @@ class Queue(Protocol):
     def flush_l2(self) -> None:
         """Overwrite the L2 cache."""
 
+    def clocks(self) -> AbstractContextManager[ClockSampler | None]:
+        """A sampler of clock and power that runs while the context is open, or None."""
+
 
 class GpuQueue:
     """The current stream of the current CUDA device."""
@@ -95,6 +99,10 @@ class GpuQueue:
     def flush_l2(self) -> None:
         """Write a buffer of twice the L2's size."""
         self._scratch.zero_()
+
+    def clocks(self) -> AbstractContextManager[ClockSampler | None]:
+        """Readings of the current device."""
+        return gpu_clock_sampler(torch.device("cuda", torch.cuda.current_device()))
 
 
 def burst(
@@ -157,11 +165,12 @@ def steady(call: Call, queue: Queue, *, seconds: float = STEADY_S) -> Timing:
     call()
     queue.synchronize()
     chunk = max(1, round(STEADY_CHUNK_S / (time.perf_counter() - begin)))
-    with gpu_clock_sampler(torch.device("cuda", torch.cuda.current_device())) as sampler:
-        _loop(call, queue, chunk, min(STEADY_SETTLE_S, seconds / 2))
+    settle = min(STEADY_SETTLE_S, seconds / 2)
+    with queue.clocks() as sampler:
+        _loop(call, queue, chunk, settle)
         if sampler is not None:
             sampler.mark()
-        samples = _loop(call, queue, chunk, seconds - min(STEADY_SETTLE_S, seconds / 2))
+        samples = _loop(call, queue, chunk, seconds - settle)
         reading = sampler.median() if sampler is not None else None
     return Timing(
         statistics.mean(samples),
