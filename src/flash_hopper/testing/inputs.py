@@ -194,8 +194,9 @@ def draw(case: Case) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _magnitude(case: Case) -> float:
-    """The factor between q k^T and the logits; 1 where the scale is zero."""
-    return abs(case.problem().softmax_scale) or 1.0
+    """The factor between q k^T and the logits; 1 if the scale is zero, and no less than fp16 values can make up for."""
+    scale = abs(case.problem().softmax_scale)
+    return max(scale, 1e-3) if scale else 1.0
 
 
 def _one_hot(case: Case, k: Tensor, generator: Generator) -> tuple[Tensor, Tensor]:
@@ -223,7 +224,8 @@ def _directed(case: Case, q: Tensor, k: Tensor, generator: Generator) -> tuple[T
     key = key / (_magnitude(case) * length)
     group = case.heads // case.heads_k if case.heads_k else 1
     along_q, along_k = direction[: case.heads_k].repeat_interleave(group, dim=0), direction[: case.heads_k]
-    noise = 0.5
+    # logits of the noise alone stay below about 1
+    noise = 0.5 * min(1.0, (_magnitude(case) * case.d**0.5) ** -0.5)
     return (
         q * noise + (row * length * _towards(case))[..., None] * along_q,
         k * noise + key[..., None] * along_k,

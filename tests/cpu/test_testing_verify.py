@@ -1,0 +1,131 @@
+"""`flash-hopper verify`: the closing line, the exit code, failures that replay, the stored outcome, a lost GPU."""
+
+import json
+import re
+import shlex
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import flash_hopper
+from flash_hopper.cli.main import app
+from flash_hopper.cli.verify import replay_command
+from flash_hopper.problem.errors import ArgumentError, DeviceError
+from flash_hopper.testing import run
+from flash_hopper.testing.cases import Case
+from flash_hopper.testing.suites import suite
+
+CASE = "dtype=bf16,b=1,h=2,hk=1,sq=20,sk=30,d=16,dv=16"
+
+
+def verify(*arguments, code=0):
+    result = CliRunner().invoke(app, ["verify", *arguments])
+    if isinstance(result.exception, flash_hopper.FlashHopperError):
+        raise result.exception
+    assert result.exit_code == code, result.output
+    return result.output.splitlines()
+
+
+@pytest.fixture
+def wrong_for_causal(monkeypatch):
+    """The public function, wrong for causal calls and raising for empty ones."""
+
+    def function(q, k, v, scale, causal, **options):
+        if 0 in q.shape:
+            raise RuntimeError("nothing [to] do")
+        return flash_hopper.flash_attn_func(q, k, v, scale, causal=False, **options)
+
+    monkeypatch.setattr(run, "flash_attn_func", function)
+
+
+def test_the_smoke_suite_passes_on_the_cpu():
+    lines = verify("--suite", "smoke", "--device", "cpu")
+    assert lines[-1] == f"{len(suite('smoke'))} passed, 0 failed"
+
+
+@pytest.mark.parametrize("limit", [1, 5])
+def test_a_limit_runs_so_many_cases(limit):
+    assert verify("--suite", "smoke", "--device", "cpu", "--limit", str(limit))[-1] == f"{limit} passed, 0 failed"
+
+
+def test_each_failure_is_one_line_with_the_command_that_replays_it(wrong_for_causal):
+    lines = verify("--suite", "smoke", "--device", "cpu", code=1)
+    closing = re.fullmatch(r"(\d+) passed, (\d+) failed", lines[-1])
+    failures = [line for line in lines if line.startswith("FAILED ")]
+    assert len(failures) == int(closing[2]) > 10
+    assert int(closing[1]) + int(closing[2]) == len(suite("smoke"))
+    for line in failures:
+        message, _, command = line.partition(" | ")
+        assert "out[" in message or "lse[" in message or "RuntimeError: nothing [to] do" in message
+        program, *arguments = shlex.split(command)
+        assert program == "flash-hopper"
+        assert Case.parse(arguments[-1]) in suite("smoke")
+    again = verify(*shlex.split(failures[0].partition(" | ")[2])[2:], code=1)
+    assert again == [failures[0], "0 passed, 1 failed"]
+
+
+def test_a_seed_changes_the_inputs_and_the_replay(wrong_for_causal):
+    one, other = (verify("--suite", "smoke", "--device", "cpu", "--seed", s, code=1)[0] for s in ("0", "1"))
+    assert one != other
+
+
+def test_repeats_must_agree(monkeypatch):
+    def drifting(q, k, v, scale, **options):
+        out = flash_hopper.flash_attn_func(q, k, v, scale, **options)[0]
+        return out, torch.rand(1, 2, 20)
+
+    monkeypatch.setattr(run, "flash_attn_func", drifting)
+    lines = verify("--case", CASE, "--device", "cpu", "--repeat", "3", code=1)
+    assert "differs from that of call 1" in lines[0]
+    assert "--repeat 3" in lines[0]
+
+
+def test_the_outcome_is_stored_as_documented(tmp_path, wrong_for_causal):
+    path = tmp_path / "made" / "outcome.json"
+    lines = verify("--suite", "smoke", "--device", "cpu", "--json", str(path), code=1)
+    stored = json.loads(path.read_text())
+    assert {"env", "suite", "passed", "failed", "failures"} <= set(stored)
+    assert f"{stored['passed']} passed, {stored['failed']} failed" == lines[-1]
+    assert len(stored["failures"]) == stored["failed"]
+    assert set(stored["failures"][0]) == {"case", "message", "replay"}
+    assert stored["not_run"] == 0
+    assert stored["env"]["torch"] == torch.__version__
+
+
+def test_a_lost_gpu_ends_the_run_and_is_counted(monkeypatch, tmp_path, wrong_for_causal):
+    """As after an illegal address: the first failure is followed by a device that answers nothing."""
+    monkeypatch.setattr(run, "lost_device", lambda device: "an illegal memory access was encountered")
+    path = tmp_path / "outcome.json"
+    lines = verify("--suite", "smoke", "--device", "cpu", "--json", str(path), code=1)
+    stored = json.loads(path.read_text())
+    assert stored["failed"] == 1
+    assert stored["not_run"] == len(suite("smoke")) - stored["passed"] - 1 > 0
+    assert any(f"{stored['not_run']} cases were not run" in line for line in lines)
+    assert lines[-1] == f"{stored['passed']} passed, 1 failed"
+
+
+def test_the_cpu_is_never_lost():
+    assert run.lost_device("cpu") is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "named"),
+    [
+        (("--suite", "nothing"), ArgumentError, "smoke"),
+        (("--case", "dtype=bf16"), ArgumentError, "lacks"),
+        (("--device", "tpu"), ArgumentError, "tpu"),
+        (("--device", "cuda:x"), ArgumentError, "cuda:x"),
+        (("--device", "cuda:99"), DeviceError, "cuda:99"),
+    ],
+)
+def test_a_wrong_argument_is_named(arguments, error, named):
+    with pytest.raises(error, match=named):
+        verify(*arguments)
+
+
+def test_the_replay_command_is_one_shell_line():
+    command = replay_command(Case.parse(CASE), "cuda:1", repeat=2)
+    assert shlex.split(command) == [
+        "flash-hopper", "verify", "--device", "cuda:1", "--repeat", "2", "--case", CASE,
+    ]  # fmt: skip
