@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from flash_hopper.problem.errors import CompileError
 from flash_hopper.testing.bench_suites import BenchShape
+from flash_hopper.testing.inputs import TORCH_DTYPES
 
 REPEATS = 5
 
@@ -53,7 +54,7 @@ def cold_call(shape: BenchShape, repeats: int = REPEATS) -> ColdCall:
 
 
 def _fresh_process(shape: BenchShape) -> tuple[float, float, bool]:
-    dtype = {"bf16": "bfloat16", "fp16": "float16"}[str(shape.dtype)]
+    dtype = str(TORCH_DTYPES[shape.dtype]).removeprefix("torch.")
     sizes = json.dumps([shape.batch, shape.seqlen_q, shape.heads, shape.d, shape.causal, dtype])
     done = subprocess.run([sys.executable, "-c", PROGRAM, sizes], capture_output=True, text=True, check=False)
     if done.returncode != 0:

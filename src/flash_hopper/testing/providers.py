@@ -19,9 +19,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flash_hopper
 from flash_hopper.testing.bench_suites import BenchShape
+from flash_hopper.testing.inputs import TORCH_DTYPES
 from flash_hopper.testing.timing import Call
 
-TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 CHECKED_ROWS = 8  # query rows of each checked (batch, head), spread over the sequence
 
 
@@ -68,7 +68,7 @@ Maker = Callable[[BenchShape, Inputs], Prepared]
 def make_inputs(shape: BenchShape, device: torch.device | str, seed: int = 0) -> Inputs:
     """Standard normal q, k, v, the same for every provider."""
     generator = torch.Generator(device=device).manual_seed(seed)
-    dtype = TORCH_DTYPES[str(shape.dtype)]
+    dtype = TORCH_DTYPES[shape.dtype]
 
     def normal(seqlen: int, heads: int, dim: int) -> torch.Tensor:
         return torch.randn(shape.batch, seqlen, heads, dim, generator=generator, device=device, dtype=dtype)
