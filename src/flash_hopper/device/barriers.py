@@ -44,3 +44,22 @@ class Turns:
         if self.is_on:
             successor = 1 - warpgroup if self.count == 2 else (warpgroup + 1) % self.count
             cute.arch.barrier_arrive(barrier_id=TURN + successor, number_of_threads=2 * WARPGROUP)
+
+
+HANDOVER_EMPTY, HANDOVER_FULL = 5, 6
+ALL_CONSUMERS = 7
+
+
+def handover_wait(is_full: bool) -> None:
+    """Wait until the shared buffer between two warpgroups is full (or empty); the other side arrives."""
+    cute.arch.barrier(barrier_id=HANDOVER_FULL if is_full else HANDOVER_EMPTY, number_of_threads=2 * WARPGROUP)
+
+
+def handover_arrive(is_full: bool) -> None:
+    """Say that the shared buffer between two warpgroups is full (or empty)."""
+    cute.arch.barrier_arrive(barrier_id=HANDOVER_FULL if is_full else HANDOVER_EMPTY, number_of_threads=2 * WARPGROUP)
+
+
+def all_consumers_sync(warpgroups: int) -> None:
+    """All threads of all consumer warpgroups meet."""
+    cute.arch.barrier(barrier_id=ALL_CONSUMERS, number_of_threads=warpgroups * WARPGROUP)

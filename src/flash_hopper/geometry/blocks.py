@@ -39,3 +39,28 @@ def key_blocks(
 def visible_keys(row: Int, seqlen_q: Int, seqlen_k: Int, is_causal: bool) -> Int:
     """Row `row` sees keys [0, result); the result may be negative or exceed the end of a block."""
     return minimum(seqlen_k, row + seqlen_k - seqlen_q + 1) if is_causal else seqlen_k
+
+
+class QueryBlocks(NamedTuple):
+    """Blocks [start, end) of query rows see a range of keys; [start, full) need a mask, [full, end) do not."""
+
+    start: Int
+    full: Int
+    end: Int
+
+
+def query_blocks(key: Int, keys: int, seqlen_q: Int, seqlen_k: Int, tile_m: int, is_causal: bool) -> QueryBlocks:
+    """Query blocks for keys [key, key + keys), for key < seqlen_k and seqlen_q >= 1. Never empty: the last query sees
+    every key. Keys at or past `seqlen_k` do not count."""
+    end = ceil_div(seqlen_q, tile_m)
+    if not is_causal:
+        return QueryBlocks(0, 0, end)
+    shift = seqlen_k - seqlen_q
+    start = maximum(key - shift, 0) // tile_m
+    last_key = minimum(key + keys, seqlen_k) - 1
+    return QueryBlocks(start, clamp(ceil_div(last_key - shift, tile_m), start, end), end)
+
+
+def first_query(key: Int, seqlen_q: Int, seqlen_k: Int, is_causal: bool) -> Int:
+    """The first query row that sees `key`; may be negative."""
+    return key - (seqlen_k - seqlen_q) if is_causal else 0

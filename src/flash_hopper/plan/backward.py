@@ -69,7 +69,8 @@ class BackwardDkdvPlan:
     """Compile-time choices of the key-parallel kernel.
 
     With `splits_roles` there are two warpgroups on the same 64 keys: one makes P and dV, the other dP, dS and dK.
-    Otherwise each warpgroup owns 64 keys and does everything for them.
+    Otherwise each warpgroup owns 64 keys and does everything for them; `is_deferred` issues a block's dV and dK together
+    with the next block's S and dP, for which registers must suffice and three stages are needed.
     """
 
     dtype: DType
@@ -79,6 +80,7 @@ class BackwardDkdvPlan:
     tile_n: int
     stages: int
     splits_roles: bool
+    is_deferred: bool
     scheduler: Literal["static", "dynamic"]
     is_causal: bool
 
@@ -95,7 +97,7 @@ class BackwardDkdvPlan:
         return (
             f"backward_dkdv_{self.dtype}_d{self.tile_hdim}_dv{self.tile_hdimv}_{self.tile_m}x{self.tile_n}"
             f"_s{self.stages}_{'causal' if self.is_causal else 'full'}_{self.scheduler}"
-            + ("_split" if self.splits_roles else "")
+            + ("_split" if self.splits_roles else "_deferred" if self.is_deferred else "")
         )
 
 
@@ -119,6 +121,7 @@ def plan_backward(problem: AttentionProblem, has_dlse: bool) -> BackwardPlans:
             problem.dtype, hdim, hdimv, dq.m, dq.n, dq.k_stages, dq.v_stages, dq.has_pingpong, scheduler, problem.causal
         ),
         BackwardDkdvPlan(
-            problem.dtype, hdim, hdimv, dkdv.m, dkdv.n, dkdv.stages, dkdv.splits_roles, scheduler, problem.causal
+            problem.dtype, hdim, hdimv, dkdv.m, dkdv.n, dkdv.stages, dkdv.splits_roles, dkdv.is_deferred, scheduler,
+            problem.causal,
         ),
     )

@@ -14,6 +14,7 @@ from flash_hopper.problem.errors import CompileError
 WARP = 32
 WARPGROUP = 128
 REGISTER_FILE = 65_536
+STATISTIC_BYTES = 4  # LSE or D of one row
 TILE_SLOTS = 2  # tiles whose coordinates the producer may post ahead of the consumers
 # (producer, consumer) registers a thread by number of consumer warpgroups, steps of 8
 REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160), 4: (24, 112)}
@@ -96,6 +97,19 @@ def backward_dq_pipelines(plan: BackwardDqPlan) -> dict[str, PipelineSpec]:
         PipelineSpec("rows", 1, warps, plan.tile_m * (plan.tile_hdim + plan.tile_hdimv) * size),
         PipelineSpec("k", plan.k_stages, warps, plan.tile_n * plan.tile_hdim * size),
         PipelineSpec("v", plan.v_stages, warps, plan.tile_n * plan.tile_hdimv * size),
+        PipelineSpec("tile", TILE_SLOTS, warps, 0),
+    ]
+    return {spec.name: spec for spec in specs}
+
+
+def backward_dkdv_pipelines(plan: BackwardDkdvPlan) -> dict[str, PipelineSpec]:
+    """Pipelines of the key-parallel backward kernel: keys (K and V of a tile), q with LSE, do with D, tile."""
+    warps = roles_of(plan).consumer_warps
+    size = plan.dtype.itemsize
+    specs = [
+        PipelineSpec("keys", 1, warps, plan.tile_n * (plan.tile_hdim + plan.tile_hdimv) * size),
+        PipelineSpec("q", plan.stages, warps, plan.tile_m * (plan.tile_hdim * size + STATISTIC_BYTES)),
+        PipelineSpec("do", plan.stages, warps, plan.tile_m * (plan.tile_hdimv * size + STATISTIC_BYTES)),
         PipelineSpec("tile", TILE_SLOTS, warps, 0),
     ]
     return {spec.name: spec for spec in specs}

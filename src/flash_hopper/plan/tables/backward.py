@@ -22,6 +22,7 @@ class DkdvTile:
     n: int
     stages: int
     splits_roles: bool = False
+    is_deferred: bool = False
 
 
 # (head dim up to, head dim of v up to, tile)
@@ -32,8 +33,8 @@ DQ_ROWS = (
     (256, 256, DqTile(128, 64, 2, 1)),
 )
 DKDV_ROWS = (
-    (64, 64, DkdvTile(96, 128, 3)),
-    (128, 128, DkdvTile(64, 128, 3)),
+    (64, 64, DkdvTile(96, 128, 3, is_deferred=True)),
+    (128, 128, DkdvTile(64, 128, 2)),
     (192, 192, DkdvTile(64, 64, 3, splits_roles=True)),
     (256, 256, DkdvTile(64, 64, 2, splits_roles=True)),
 )

@@ -1,0 +1,59 @@
+"""Bundles of the key-parallel backward kernel."""
+
+from typing import Any, NamedTuple
+
+from flash_hopper.device.dsl import Float32, Int32, cute
+from flash_hopper.device.schedulers.mailbox import TileMailbox
+
+
+class DkdvArgs(NamedTuple):
+    """Kernel parameters that change from call to call."""
+
+    mQ: cute.Tensor  # (seqlen_q, head_dim, heads, batch)
+    mK: cute.Tensor  # (seqlen_k, head_dim, heads_k, batch)
+    mV: cute.Tensor  # (seqlen_k, head_dim_v, heads_k, batch)
+    mdO: cute.Tensor  # (seqlen_q, head_dim_v, heads, batch)
+    mdK: cute.Tensor  # (seqlen_k, head_dim, heads_k, batch)
+    mdV: cute.Tensor  # (seqlen_k, head_dim_v, heads_k, batch)
+    mStatistics: cute.Tensor  # (2, batch, heads, rows) float32: LSE in base 2, D
+    tile_counter: cute.Tensor | None  # (1,) int32, dynamic scheduler only
+    scale: Float32
+    scale_log2: Float32
+    n_blocks: Int32
+    tiles: Int32
+    heads_per_section: Int32
+
+
+class DkdvAtoms(NamedTuple):
+    """TMA copies and MMAs, made on the host. All MMAs are one warpgroup's, 64 keys."""
+
+    tma_q: cute.CopyAtom
+    tma_do: cute.CopyAtom
+    tma_k: cute.CopyAtom
+    tma_v: cute.CopyAtom
+    tma_dk: cute.CopyAtom
+    tma_dv: cute.CopyAtom
+    mma_s: cute.TiledMma  # 64 x tile_m: K Q^T and V dO^T, both from shared memory
+    mma_dk: cute.TiledMma  # 64 x tile_hdim: dS^T Q, dS^T from registers
+    mma_dv: cute.TiledMma  # 64 x tile_hdimv: P^T dO, P^T from registers
+
+
+class SharedTensors(NamedTuple):
+    """The buffers of `storage.py`."""
+
+    sQ: cute.Tensor  # (tile_m, tile_hdim, stage)
+    sdO: cute.Tensor  # (tile_m, tile_hdimv, stage)
+    sK: cute.Tensor  # (64, tile_hdim, band of keys)
+    sV: cute.Tensor  # (64, tile_hdimv, band of keys)
+    sLSE: cute.Tensor  # (tile_m, stage) float32, base 2
+    sDelta: cute.Tensor  # (tile_m, stage) float32
+    sP: cute.Tensor | None  # (tile_m / 2, 128) float32: P^T by thread, split roles only
+
+
+class Pipelines(NamedTuple):
+    """See the table in `kernel.py`."""
+
+    keys: Any
+    q: Any
+    do: Any
+    tiles: TileMailbox

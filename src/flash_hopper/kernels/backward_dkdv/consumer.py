@@ -1,0 +1,217 @@
+"""A consumer warpgroup that owns 64 keys and does all four GEMMs for them: head dims up to 128.
+
+Two schedules. Prompt: per query block S and dP, then dV as soon as P is made (while dP runs), then dK as soon as dS is
+made (while dV runs); few registers. Deferred, where registers allow: S(i), dP(i), dV(i - 1) and dK(i - 1) are issued
+together, P(i) is made while the other three run and dS(i) while the last two do. Warpgroups share nothing but the stages.
+"""
+
+from typing import Any, NamedTuple
+
+from flash_hopper.device.barriers import epilogue_sync
+from flash_hopper.device.dsl import Float32, Int32, const_expr, cute, cutlass, warpgroup
+from flash_hopper.device.layouts import acc_as_rows
+from flash_hopper.device.pipelines import consumer_state
+from flash_hopper.device.probabilities import grad_columns, recompute_columns
+from flash_hopper.device.registers import to_operand
+from flash_hopper.geometry.blocks import QueryBlocks, first_query, query_blocks
+from flash_hopper.geometry.tiles import TileCoord
+from flash_hopper.kernels.backward_dkdv.args import DkdvArgs, DkdvAtoms, Pipelines, SharedTensors
+from flash_hopper.kernels.backward_dkdv.epilogue import Epilogue
+from flash_hopper.kernels.backward_dkdv.fragments import (
+    GradSide,
+    ScoreSide,
+    grad_side,
+    issue_dk,
+    issue_dp,
+    issue_dv,
+    issue_s,
+    score_side,
+)
+from flash_hopper.kernels.backward_dkdv.storage import WG_KEYS
+from flash_hopper.plan.backward import BackwardDkdvPlan
+from flash_hopper.plan.roles import TILE_SLOTS
+
+
+class KeyView(NamedTuple):
+    """What a thread needs to know about its part of a tile."""
+
+    first_key: Int32  # of its two keys, the other is 8 above
+    lane_col: Int32  # its first query within a block
+    full: Int32  # first query block that needs no mask
+
+
+def key_view(
+    plan: BackwardDkdvPlan, args: DkdvArgs, coord: TileCoord, band: Int32, thread: Int32
+) -> tuple[KeyView, QueryBlocks]:
+    """This thread's view of a tile, and the query blocks that the tile visits."""
+    seqlen_q, seqlen_k = args.mQ.shape[0], args.mK.shape[0]
+    key = coord.block * plan.tile_n
+    whole = query_blocks(key, plan.tile_n, seqlen_q, seqlen_k, plan.tile_m, plan.is_causal)
+    own = query_blocks(key + band * WG_KEYS, WG_KEYS, seqlen_q, seqlen_k, plan.tile_m, plan.is_causal)
+    first_key = key + band * WG_KEYS + thread // 32 * 16 + thread % 32 // 4
+    return KeyView(first_key, thread % 4 * 2, own.full), whole
+
+
+@cute.jit
+def make_p(
+    plan: cutlass.Constexpr, args: DkdvArgs, shared: SharedTensors, acc_S: cute.Tensor, view: KeyView, stage: Int32,
+    m_block: Int32,
+) -> None:  # fmt: skip
+    """S^T to P^T in place; masked where the block reaches across the diagonal."""
+    seqlen_q, seqlen_k = args.mQ.shape[0], args.mK.shape[0]
+    starts = tuple(
+        first_query(view.first_key + 8 * r, seqlen_q, seqlen_k, plan.is_causal) - m_block * plan.tile_m for r in (0, 1)
+    )
+    is_masked = m_block < view.full if cutlass.const_expr(plan.is_causal) else False
+    recompute_columns(
+        acc_as_rows(acc_S), args.scale_log2, shared.sLSE[None, stage], starts, view.lane_col, is_masked
+    )
+
+
+class Consumer:
+    """`plan` is compile-time. `wg` counts consumers from 0 and is the band of keys; `thread` runs within it."""
+
+    def __init__(self, plan: BackwardDkdvPlan) -> None:
+        self.plan = plan
+        self.epilogue = Epilogue(plan)
+
+    @cute.jit
+    def run(
+        self, args: DkdvArgs, atoms: DkdvAtoms, shared: SharedTensors, pipes: Pipelines, wg: Int32, thread: Int32
+    ) -> None:
+        """All tiles that the producer posts."""
+        plan = self.plan
+        scores, grads = score_side(plan, atoms, shared, wg), grad_side(plan, atoms, shared, wg)
+        keys_state, tile_state = consumer_state(1), consumer_state(TILE_SLOTS)
+        state = consumer_state(plan.stages)  # of Q and of dO, which advance together
+        coord = pipes.tiles.read(tile_state)
+        tile_state.advance()
+        while coord.block >= 0:
+            pipes.keys.consumer_wait(keys_state)
+            state = self.tile(args, atoms, shared, pipes, scores, grads, coord, state, wg, thread)
+            epilogue_sync(wg)  # every warp of the warpgroup has finished its wgmmas on K and V
+            self.epilogue.stage(grads.acc_dK, atoms.mma_dk, args.scale, shared.sK[None, None, wg], wg, thread)
+            self.epilogue.store(
+                atoms.tma_dk, args.mdK, shared.sK[None, None, wg], plan.tile_hdim, coord, wg, thread
+            )
+            self.epilogue.stage(scores.acc_dV, atoms.mma_dv, Float32(1.0), shared.sV[None, None, wg], wg, thread)
+            self.epilogue.store(
+                atoms.tma_dv, args.mdV, shared.sV[None, None, wg], plan.tile_hdimv, coord, wg, thread
+            )
+            self.epilogue.wait_stored(thread)
+            pipes.keys.consumer_release(keys_state)
+            keys_state.advance()
+            coord = pipes.tiles.read(tile_state)
+            tile_state.advance()
+
+    @cute.jit
+    def tile(
+        self, args: DkdvArgs, atoms: DkdvAtoms, shared: SharedTensors, pipes: Pipelines, scores: ScoreSide,
+        grads: GradSide, coord: TileCoord, state: Any, wg: Int32, thread: Int32,
+    ) -> Any:  # fmt: skip
+        """One tile up to unscaled dK and dV; returns the cursor."""
+        plan = self.plan
+        view, blocks = key_view(plan, args, coord, wg, thread)
+        total = (blocks.end - blocks.start) * (args.mQ.shape[2] // args.mK.shape[2])  # all query heads of the key head
+        scores.acc_dV.fill(0.0)
+        grads.acc_dK.fill(0.0)
+        m_block = blocks.start
+        if const_expr(plan.is_deferred):
+            self.first_deferred(args, atoms, shared, pipes, scores, grads, view, state, m_block)
+            total = total - 1
+        for _ in cutlass.range(total, unroll=1):
+            if const_expr(plan.is_deferred):
+                m_block = self.block_after(m_block, blocks)
+                state = self.step_deferred(args, atoms, shared, pipes, scores, grads, view, state, m_block)
+            else:
+                state = self.step(args, atoms, shared, pipes, scores, grads, view, state, m_block)
+                m_block = self.block_after(m_block, blocks)
+        if const_expr(plan.is_deferred):
+            issue_dv(atoms, scores, state)
+            issue_dk(atoms, grads, state)
+            warpgroup.wait_group(0)
+            pipes.do.consumer_release(state)
+            pipes.q.consumer_release(state)
+            state.advance()
+        return state
+
+    @cute.jit
+    def block_after(self, m_block: Int32, blocks: QueryBlocks) -> Int32:
+        """The next query block; after a head's last one, the next head's first."""
+        following = m_block + 1
+        if following == blocks.end:
+            following = Int32(blocks.start)
+        return following
+
+    @cute.jit
+    def step(
+        self, args: DkdvArgs, atoms: DkdvAtoms, shared: SharedTensors, pipes: Pipelines, scores: ScoreSide,
+        grads: GradSide, view: KeyView, state: Any, m_block: Int32,
+    ) -> Any:  # fmt: skip
+        """Prompt schedule, one query block from S to dV and dK."""
+        pipes.q.consumer_wait(state)
+        issue_s(atoms, scores, state)
+        pipes.do.consumer_wait(state)
+        issue_dp(atoms, grads, state)
+        warpgroup.wait_group(1)  # S
+        make_p(self.plan, args, shared, scores.acc_S, view, state.index, m_block)
+        to_operand(scores.acc_S, scores.tVrP, self.plan.dtype)
+        issue_dv(atoms, scores, state)
+        warpgroup.wait_group(1)  # dP
+        grad_columns(
+            acc_as_rows(scores.acc_S), acc_as_rows(grads.acc_dP), shared.sDelta[None, state.index], view.lane_col
+        )
+        to_operand(grads.acc_dP, grads.tKrdS, self.plan.dtype)
+        issue_dk(atoms, grads, state)
+        warpgroup.wait_group(1)  # dV
+        pipes.do.consumer_release(state)
+        warpgroup.wait_group(0)  # dK
+        pipes.q.consumer_release(state)
+        state.advance()
+        return state
+
+    @cute.jit
+    def first_deferred(
+        self, args: DkdvArgs, atoms: DkdvAtoms, shared: SharedTensors, pipes: Pipelines, scores: ScoreSide,
+        grads: GradSide, view: KeyView, state: Any, m_block: Int32,
+    ) -> None:  # fmt: skip
+        """Deferred schedule, set-up: P and dS of the first block."""
+        pipes.q.consumer_wait(state)
+        issue_s(atoms, scores, state)
+        pipes.do.consumer_wait(state)
+        issue_dp(atoms, grads, state)
+        warpgroup.wait_group(1)
+        make_p(self.plan, args, shared, scores.acc_S, view, state.index, m_block)
+        warpgroup.wait_group(0)
+        grad_columns(
+            acc_as_rows(scores.acc_S), acc_as_rows(grads.acc_dP), shared.sDelta[None, state.index], view.lane_col
+        )
+        to_operand(scores.acc_S, scores.tVrP, self.plan.dtype)
+        to_operand(grads.acc_dP, grads.tKrdS, self.plan.dtype)
+
+    @cute.jit
+    def step_deferred(
+        self, args: DkdvArgs, atoms: DkdvAtoms, shared: SharedTensors, pipes: Pipelines, scores: ScoreSide,
+        grads: GradSide, view: KeyView, state: Any, m_block: Int32,
+    ) -> Any:  # fmt: skip
+        """Deferred schedule, steady state: S and dP of `m_block`, dV and dK of the block before it, at which `state` stands."""
+        ahead = state.clone()
+        ahead.advance()
+        pipes.q.consumer_wait(ahead)
+        issue_s(atoms, scores, ahead)
+        pipes.do.consumer_wait(ahead)
+        issue_dp(atoms, grads, ahead)
+        issue_dv(atoms, scores, state)
+        issue_dk(atoms, grads, state)
+        warpgroup.wait_group(3)  # S
+        make_p(self.plan, args, shared, scores.acc_S, view, ahead.index, m_block)
+        warpgroup.wait_group(2)  # dP
+        grad_columns(
+            acc_as_rows(scores.acc_S), acc_as_rows(grads.acc_dP), shared.sDelta[None, ahead.index], view.lane_col
+        )
+        warpgroup.wait_group(0)  # dV and dK: their stage is free, and P and dS may be overwritten
+        pipes.do.consumer_release(state)
+        pipes.q.consumer_release(state)
+        to_operand(scores.acc_S, scores.tVrP, self.plan.dtype)
+        to_operand(grads.acc_dP, grads.tKrdS, self.plan.dtype)
+        return ahead

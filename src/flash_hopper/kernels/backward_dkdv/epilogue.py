@@ -1,0 +1,50 @@
+"""dK and dV of one warpgroup: registers -> K's or V's buffer -> TMA store, which clips keys past seqlen_k."""
+
+from flash_hopper.device.barriers import epilogue_sync
+from flash_hopper.device.dsl import ELEMENT_TYPES, Float32, Int32, cute, warp
+from flash_hopper.device.pipelines import partition
+from flash_hopper.geometry.tiles import TileCoord
+from flash_hopper.kernels.backward_dkdv.storage import WG_KEYS
+from flash_hopper.plan.backward import BackwardDkdvPlan
+
+
+class Epilogue:
+    """Called by one consumer warpgroup; `thread` is the index within it."""
+
+    def __init__(self, plan: BackwardDkdvPlan) -> None:
+        self.plan = plan
+
+    @cute.jit
+    def stage(
+        self, acc: cute.Tensor, mma: cute.TiledMma, factor: Float32, s: cute.Tensor, wg: Int32, thread: Int32
+    ) -> None:
+        """factor * acc in 16 bit into shared memory `s` (64, head dim), ready for a TMA store by this warpgroup."""
+        dtype = ELEMENT_TYPES[self.plan.dtype]
+        store_matrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), dtype)
+        r2s = cute.make_tiled_copy_C(store_matrix, mma).get_slice(thread)
+        r = cute.make_rmem_tensor_like(acc, dtype)
+        r.store((acc.load() * factor).to(dtype))
+        cute.copy(r2s, r2s.retile(r), r2s.partition_D(s))
+        cute.arch.fence_proxy("async.shared", space="cta")  # these writes, before the TMA store reads them
+        epilogue_sync(wg)  # ... from all threads of the warpgroup
+
+    @cute.jit
+    def store(
+        self, tma: cute.CopyAtom, m: cute.Tensor, s: cute.Tensor, cols: int, coord: TileCoord, band: Int32, thread: Int32
+    ) -> None:
+        """Start the store of one band of 64 keys; `wait_stored` completes it."""
+        if thread < 32:
+            row = coord.block * (self.plan.tile_n // WG_KEYS) + band
+            g = cute.local_tile(m[None, None, coord.head, coord.batch], (WG_KEYS, cols), (row, 0))
+            dst, src = partition(tma, g, s)
+            with cute.arch.elect_one():
+                cute.copy(tma, src, dst)
+                cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def wait_stored(self, thread: Int32) -> None:
+        """Until this warpgroup's stores have read their buffers; the caller may then free them."""
+        if thread < 32:
+            with cute.arch.elect_one():
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+        cute.arch.sync_warp()

@@ -1,0 +1,84 @@
+"""Operands and accumulators of a warpgroup that owns 64 keys, and the four GEMMs of the key-parallel backward."""
+
+from typing import Any, NamedTuple
+
+from flash_hopper.device.dsl import ELEMENT_TYPES, Float32, Int32, cute
+from flash_hopper.device.gemm import issue
+from flash_hopper.device.layouts import acc_as_operand_a, transposed
+from flash_hopper.kernels.backward_dkdv.args import DkdvAtoms, SharedTensors
+from flash_hopper.kernels.backward_dkdv.storage import WG_KEYS
+from flash_hopper.plan.backward import BackwardDkdvPlan
+
+
+class ScoreSide(NamedTuple):
+    """From Q and K to P^T, and P^T dO to dV."""
+
+    tSrK: cute.Tensor  # (MMA, M, K) in shared memory
+    tSrQ: cute.Tensor  # (MMA, N, K, stage) in shared memory
+    tVrP: cute.Tensor  # (MMA, M, K) in registers, 16 bit
+    tVrdO: cute.Tensor  # (MMA, N, K, stage) in shared memory, transposed
+    acc_S: cute.Tensor  # 64 keys x tile_m, float32
+    acc_dV: cute.Tensor  # 64 keys x tile_hdimv, float32
+
+
+class GradSide(NamedTuple):
+    """From dO and V to dS^T, and dS^T Q to dK."""
+
+    tPrV: cute.Tensor  # (MMA, M, K) in shared memory
+    tPrdO: cute.Tensor  # (MMA, N, K, stage) in shared memory
+    tKrdS: cute.Tensor  # (MMA, M, K) in registers, 16 bit
+    tKrQ: cute.Tensor  # (MMA, N, K, stage) in shared memory, transposed
+    acc_dP: cute.Tensor  # 64 keys x tile_m, float32
+    acc_dK: cute.Tensor  # 64 keys x tile_hdim, float32
+
+
+def _accumulator(mma: cute.TiledMma, cols: int) -> cute.Tensor:
+    return cute.make_rmem_tensor(mma.partition_shape_C((WG_KEYS, cols)), Float32)
+
+
+def score_side(plan: BackwardDkdvPlan, atoms: DkdvAtoms, shared: SharedTensors, band: Int32) -> ScoreSide:
+    """Fragments for S^T, P^T and dV of one band of keys."""
+    s, dv = atoms.mma_s.get_slice(0), atoms.mma_dv.get_slice(0)
+    acc_S = _accumulator(atoms.mma_s, plan.tile_m)
+    return ScoreSide(
+        tSrK=atoms.mma_s.make_fragment_A(s.partition_A(shared.sK))[None, None, None, band],
+        tSrQ=atoms.mma_s.make_fragment_B(s.partition_B(shared.sQ)),
+        tVrP=cute.make_rmem_tensor(acc_as_operand_a(acc_S.layout), ELEMENT_TYPES[plan.dtype]),
+        tVrdO=atoms.mma_dv.make_fragment_B(dv.partition_B(transposed(shared.sdO))),
+        acc_S=acc_S,
+        acc_dV=_accumulator(atoms.mma_dv, plan.tile_hdimv),
+    )
+
+
+def grad_side(plan: BackwardDkdvPlan, atoms: DkdvAtoms, shared: SharedTensors, band: Int32) -> GradSide:
+    """Fragments for dP^T, dS^T and dK of one band of keys."""
+    s, dk = atoms.mma_s.get_slice(0), atoms.mma_dk.get_slice(0)
+    acc_dP = _accumulator(atoms.mma_s, plan.tile_m)
+    return GradSide(
+        tPrV=atoms.mma_s.make_fragment_A(s.partition_A(shared.sV))[None, None, None, band],
+        tPrdO=atoms.mma_s.make_fragment_B(s.partition_B(shared.sdO)),
+        tKrdS=cute.make_rmem_tensor(acc_as_operand_a(acc_dP.layout), ELEMENT_TYPES[plan.dtype]),
+        tKrQ=atoms.mma_dk.make_fragment_B(dk.partition_B(transposed(shared.sQ))),
+        acc_dP=acc_dP,
+        acc_dK=_accumulator(atoms.mma_dk, plan.tile_hdim),
+    )
+
+
+def issue_s(atoms: DkdvAtoms, side: ScoreSide, q_state: Any) -> None:
+    """S^T = K Q^T."""
+    issue(atoms.mma_s, side.acc_S, side.tSrK, side.tSrQ[None, None, None, q_state.index], True)
+
+
+def issue_dv(atoms: DkdvAtoms, side: ScoreSide, do_state: Any) -> None:
+    """dV += P^T dO."""
+    issue(atoms.mma_dv, side.acc_dV, side.tVrP, side.tVrdO[None, None, None, do_state.index], False)
+
+
+def issue_dp(atoms: DkdvAtoms, side: GradSide, do_state: Any) -> None:
+    """dP^T = V dO^T."""
+    issue(atoms.mma_s, side.acc_dP, side.tPrV, side.tPrdO[None, None, None, do_state.index], True)
+
+
+def issue_dk(atoms: DkdvAtoms, side: GradSide, q_state: Any) -> None:
+    """dK += dS^T Q."""
+    issue(atoms.mma_dk, side.acc_dK, side.tKrdS, side.tKrQ[None, None, None, q_state.index], False)

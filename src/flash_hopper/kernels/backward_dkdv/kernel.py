@@ -1,0 +1,184 @@
+"""The key-parallel backward kernel: host entry, set-up, and the hand-over to the roles."""
+
+import math
+from typing import Any
+
+from flash_hopper.device.dsl import (
+    ELEMENT_TYPES,
+    Float32,
+    Int32,
+    OperandMajorMode,
+    cpasync,
+    cuda,
+    cute,
+    make_fake_stream,
+    make_fake_tensor,
+    make_trivial_tiled_mma,
+    pipeline,
+    warpgroup,
+)
+from flash_hopper.device.layouts import seqlen_major
+from flash_hopper.device.pipelines import thread_pipeline, tma_pipeline
+from flash_hopper.device.schedulers.mailbox import SLOT_INTS, TileMailbox
+from flash_hopper.device.schedulers.numbering import make_scheduler
+from flash_hopper.geometry.arith import ceil_div
+from flash_hopper.kernels.backward_dkdv.args import DkdvArgs, DkdvAtoms, Pipelines
+from flash_hopper.kernels.backward_dkdv.consumer import Consumer
+from flash_hopper.kernels.backward_dkdv.producer import Producer
+from flash_hopper.kernels.backward_dkdv.split_consumer import SplitConsumer
+from flash_hopper.kernels.backward_dkdv.storage import WG_KEYS, TileLayouts, allocate, shared_struct, tile_layouts
+from flash_hopper.plan.backward import STATISTICS_ROWS, BackwardDkdvPlan
+from flash_hopper.plan.roles import TILE_SLOTS, WARPGROUP, backward_dkdv_pipelines, roles_of
+
+LOG2_E = math.log2(math.e)
+
+
+class BackwardDkdvKernel:
+    """dV = P^T dO and dK = scale * dS^T Q, one persistent CTA per SM, one tile of keys at a time.
+
+    A tile visits every query head of its key head, so dK and dV are complete in registers (grouped queries need no
+    accumulation in memory). Scores are computed transposed, so that P^T and dS^T are register operands.
+
+    | pipeline | stages | filled by | bytes a stage | freed by |
+    |---|---|---|---|---|
+    | tile | 2 | producer lane, 1 arrival | coordinates | 1 arrival a consumer warp, when read |
+    | keys | 1 | TMA, K and V | tile_n x (tile_hdim + tile_hdimv) | 1 a consumer warp, when its stores have read the buffers |
+    | q | plan.stages | TMA, Q and LSE | tile_m x (tile_hdim + 4 bytes) | 1 a consumer warp, when S and dK are done |
+    | do | plan.stages | TMA, dO and D | tile_m x (tile_hdimv + 4 bytes) | 1 a consumer warp, when dP and dV are done |
+
+    Producer, per tile: post its coordinates, ask for the next tile, load K and V; per query head and block: Q, dO.
+    Consumers: `consumer.py`, or `split_consumer.py` for head dims above 128.
+    """
+
+    def __init__(self, plan: BackwardDkdvPlan) -> None:
+        self.plan = plan
+        self.roles = roles_of(plan)
+        self.producer = Producer(plan)
+        self.consumer = SplitConsumer(plan) if plan.splits_roles else Consumer(plan)
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        dout: cute.Tensor,
+        dk: cute.Tensor,
+        dv: cute.Tensor,
+        statistics: cute.Tensor,
+        tile_counter: cute.Tensor | None,
+        scale: Float32,
+        ctas: Int32,
+        heads_per_section: Int32,
+        stream: cuda.CUstream,
+    ):
+        """Launch. q: (batch, seqlen_q, heads, head_dim); k, dk, v, dv: (batch, seqlen_k, heads_k, ...); dout: (batch,
+        seqlen_q, heads, head_dim_v); statistics: (2, batch, heads, rows), rows a multiple of plan.tile_m."""
+        plan = self.plan
+        mQ, mK, mV, mdO, mdK, mdV = (seqlen_major(t) for t in (q, k, v, dout, dk, dv))
+        tiles = tile_layouts(plan)
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        tma_q, mQ_tma = cpasync.make_tiled_tma_atom(load, mQ, tiles.q, (plan.tile_m, plan.tile_hdim))
+        tma_do, mdO_tma = cpasync.make_tiled_tma_atom(load, mdO, tiles.do, (plan.tile_m, plan.tile_hdimv))
+        tma_k, mK_tma = cpasync.make_tiled_tma_atom(load, mK, tiles.k, (WG_KEYS, plan.tile_hdim))
+        tma_v, mV_tma = cpasync.make_tiled_tma_atom(load, mV, tiles.v, (WG_KEYS, plan.tile_hdimv))
+        tma_dk, mdK_tma = cpasync.make_tiled_tma_atom(store, mdK, tiles.k, (WG_KEYS, plan.tile_hdim))
+        tma_dv, mdV_tma = cpasync.make_tiled_tma_atom(store, mdV, tiles.v, (WG_KEYS, plan.tile_hdimv))
+        n_blocks = ceil_div(mK.shape[0], plan.tile_n)
+        total = n_blocks * mK.shape[2] * mK.shape[3]
+        args = DkdvArgs(
+            mQ_tma, mK_tma, mV_tma, mdO_tma, mdK_tma, mdV_tma, statistics, tile_counter, scale,
+            scale * Float32(LOG2_E), n_blocks, total, heads_per_section,
+        )  # fmt: skip
+        atoms = DkdvAtoms(tma_q, tma_do, tma_k, tma_v, tma_dk, tma_dv, *self.tiled_mmas())
+        self.shared_struct = shared_struct(plan)
+        self.kernel(args, atoms, tiles).launch(
+            grid=[min(ctas, total), 1, 1],
+            block=[self.roles.threads, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=1,  # without it setmaxnreg is dropped
+            use_pdl=True,
+        )
+
+    def tiled_mmas(self) -> tuple[cute.TiledMma, cute.TiledMma, cute.TiledMma]:
+        """S and dP with both operands from shared memory; dK and dV with the left one from registers."""
+        plan, dtype = self.plan, ELEMENT_TYPES[self.plan.dtype]
+        k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
+        scores = make_trivial_tiled_mma(dtype, dtype, k_major, k_major, Float32, (1, 1, 1), (WG_KEYS, plan.tile_m))
+        dk, dv = (
+            make_trivial_tiled_mma(
+                dtype, dtype, k_major, mn_major, Float32, (1, 1, 1), (WG_KEYS, cols), warpgroup.OperandSource.RMEM
+            )
+            for cols in (plan.tile_hdim, plan.tile_hdimv)
+        )
+        return scores, dk, dv
+
+    @cute.kernel
+    def kernel(self, args: DkdvArgs, atoms: DkdvAtoms, tiles: TileLayouts):
+        """Set-up by all warps, then each warpgroup takes its role."""
+        plan, roles = self.plan, self.roles
+        thread, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp == 0:
+            for descriptor in (atoms.tma_q, atoms.tma_do, atoms.tma_k, atoms.tma_v, atoms.tma_dk, atoms.tma_dv):
+                cpasync.prefetch_descriptor(descriptor)
+        storage, shared = allocate(plan, self.shared_struct, tiles)
+        pipes = self.pipelines(storage, tiles)
+        pipeline.pipeline_init_arrive()
+        pipeline.pipeline_init_wait()  # every thread sees the initialised barriers
+        cute.arch.griddepcontrol_wait()  # statistics are complete, and nobody reads dK's and dV's memory any more
+        if warp < WARPGROUP // 32:
+            cute.arch.setmaxregister_decrease(roles.producer_registers)
+            if warp == 0:
+                scheduler = make_scheduler(plan.scheduler, args.tiles, args.tile_counter)
+                self.producer.run(scheduler, args, atoms, shared, pipes)
+                cute.arch.griddepcontrol_launch_dependents()
+        else:
+            cute.arch.setmaxregister_increase(roles.consumer_registers)
+            wg = cute.arch.make_warp_uniform(thread // WARPGROUP - 1)
+            self.consumer.run(args, atoms, shared, pipes, wg, thread % WARPGROUP)
+
+    def pipelines(self, storage: Any, tiles: TileLayouts) -> Pipelines:
+        """All pipelines of the kernel; sizes are checked against the plan."""
+        plan = self.plan
+        specs = backward_dkdv_pipelines(plan)
+        dtype = ELEMENT_TYPES[plan.dtype]
+        size = {name: cute.size_in_bytes(dtype, getattr(tiles, name)) for name in ("q", "do", "k", "v")}
+        statistics = plan.tile_m * 4
+        return Pipelines(
+            keys=tma_pipeline(specs["keys"], storage.bar_keys, (size["k"] + size["v"]) * (plan.tile_n // WG_KEYS)),
+            q=tma_pipeline(specs["q"], storage.bar_q, size["q"] + statistics),
+            do=tma_pipeline(specs["do"], storage.bar_do, size["do"] + statistics),
+            tiles=TileMailbox(
+                thread_pipeline(specs["tile"], storage.bar_tile),
+                storage.slots.get_tensor(cute.make_layout((SLOT_INTS, TILE_SLOTS))),
+            ),
+        )
+
+
+def placeholder_arguments(plan: BackwardDkdvPlan) -> tuple[Any, ...]:
+    """Arguments for `cute.compile`; alignment as in the forward."""
+    dtype = ELEMENT_TYPES[plan.dtype]
+    batch, seqlen_q, seqlen_k, heads, heads_k = (cute.sym_int32() for _ in range(5))
+    hdim, hdimv = cute.sym_int32(divisibility=8), cute.sym_int32(divisibility=8)
+    rows = cute.sym_int32(divisibility=STATISTICS_ROWS)
+
+    def tensor(*shape: Any) -> Any:
+        strides = (*(cute.sym_int64(divisibility=8) for _ in range(3)), 1)
+        return make_fake_tensor(dtype, shape, strides, assumed_align=16)
+
+    statistics_strides = (*(cute.sym_int64(divisibility=STATISTICS_ROWS) for _ in range(3)), 1)
+    return (
+        tensor(batch, seqlen_q, heads, hdim),
+        tensor(batch, seqlen_k, heads_k, hdim),
+        tensor(batch, seqlen_k, heads_k, hdimv),
+        tensor(batch, seqlen_q, heads, hdimv),
+        tensor(batch, seqlen_k, heads_k, hdim),
+        tensor(batch, seqlen_k, heads_k, hdimv),
+        make_fake_tensor(Float32, (2, batch, heads, rows), statistics_strides, assumed_align=16),
+        make_fake_tensor(Int32, (1,), (1,), assumed_align=4) if plan.scheduler == "dynamic" else None,
+        Float32(1.0),
+        Int32(1),
+        Int32(1),
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+    )

@@ -1,0 +1,146 @@
+"""Two consumer warpgroups on the same 64 keys, for head dims above 128, where dK and dV fill a warpgroup each.
+
+Warpgroup 0 computes S^T and P^T and adds up dV; warpgroup 1 computes dP^T and dS^T and adds up dK. P^T goes from thread
+to thread: both hold the same element in the same register. While one makes P or dS, the tensor core works for the other.
+"""
+
+from typing import Any
+
+from flash_hopper.device.barriers import all_consumers_sync, handover_arrive, handover_wait
+from flash_hopper.device.dsl import Float32, Int32, cute, cutlass, warpgroup
+from flash_hopper.device.layouts import acc_as_rows
+from flash_hopper.device.pipelines import consumer_state
+from flash_hopper.device.probabilities import grad_columns
+from flash_hopper.device.registers import to_operand
+from flash_hopper.geometry.tiles import TileCoord
+from flash_hopper.kernels.backward_dkdv.args import DkdvArgs, DkdvAtoms, Pipelines, SharedTensors
+from flash_hopper.kernels.backward_dkdv.consumer import key_view, make_p
+from flash_hopper.kernels.backward_dkdv.epilogue import Epilogue
+from flash_hopper.kernels.backward_dkdv.fragments import (
+    GradSide,
+    ScoreSide,
+    grad_side,
+    issue_dk,
+    issue_dp,
+    issue_dv,
+    issue_s,
+    score_side,
+)
+from flash_hopper.plan.backward import BackwardDkdvPlan
+from flash_hopper.plan.roles import TILE_SLOTS
+
+SCORES, GRADS = 0, 1  # warpgroups
+
+
+class SplitConsumer:
+    """`plan` is compile-time. `wg` is the role, `thread` runs within the warpgroup."""
+
+    def __init__(self, plan: BackwardDkdvPlan) -> None:
+        self.plan = plan
+        self.epilogue = Epilogue(plan)
+
+    @cute.jit
+    def run(
+        self, args: DkdvArgs, atoms: DkdvAtoms, shared: SharedTensors, pipes: Pipelines, wg: Int32, thread: Int32
+    ) -> None:
+        """All tiles that the producer posts."""
+        if wg == SCORES:
+            self.run_scores(args, atoms, shared, pipes, thread)
+        else:
+            self.run_grads(args, atoms, shared, pipes, thread)
+
+    @cute.jit
+    def run_scores(
+        self, args: DkdvArgs, atoms: DkdvAtoms, shared: SharedTensors, pipes: Pipelines, thread: Int32
+    ) -> None:
+        """Warpgroup 0: P and dV."""
+        plan = self.plan
+        side = score_side(plan, atoms, shared, Int32(0))
+        keys_state, tile_state, state = consumer_state(1), consumer_state(TILE_SLOTS), consumer_state(plan.stages)
+        coord = pipes.tiles.read(tile_state)
+        tile_state.advance()
+        while coord.block >= 0:
+            pipes.keys.consumer_wait(keys_state)
+            view, blocks = key_view(plan, args, coord, Int32(0), thread)
+            side.acc_dV.fill(0.0)
+            for _ in cutlass.range(args.mQ.shape[2] // args.mK.shape[2], unroll=1):
+                for m_block in cutlass.range(blocks.start, blocks.end, unroll=1):
+                    pipes.q.consumer_wait(state)
+                    issue_s(atoms, side, state)
+                    warpgroup.wait_group(0)
+                    make_p(plan, args, shared, side.acc_S, view, state.index, m_block)
+                    pipes.q.consumer_release(state)
+                    self.send_p(shared, side, thread)
+                    to_operand(side.acc_S, side.tVrP, plan.dtype)
+                    pipes.do.consumer_wait(state)
+                    issue_dv(atoms, side, state)
+                    warpgroup.wait_group(0)
+                    pipes.do.consumer_release(state)
+                    state.advance()
+            all_consumers_sync(2)  # warpgroup 1 has finished its wgmmas on V
+            self.epilogue.stage(side.acc_dV, atoms.mma_dv, Float32(1.0), shared.sV[None, None, 0], Int32(0), thread)
+            self.epilogue.store(
+                atoms.tma_dv, args.mdV, shared.sV[None, None, 0], plan.tile_hdimv, coord, Int32(0), thread
+            )
+            self.epilogue.wait_stored(thread)
+            pipes.keys.consumer_release(keys_state)
+            keys_state.advance()
+            coord = pipes.tiles.read(tile_state)
+            tile_state.advance()
+
+    @cute.jit
+    def run_grads(
+        self, args: DkdvArgs, atoms: DkdvAtoms, shared: SharedTensors, pipes: Pipelines, thread: Int32
+    ) -> None:
+        """Warpgroup 1: dP, dS and dK."""
+        plan = self.plan
+        side = grad_side(plan, atoms, shared, Int32(0))
+        p = cute.make_rmem_tensor_like(side.acc_dP)
+        keys_state, tile_state, state = consumer_state(1), consumer_state(TILE_SLOTS), consumer_state(plan.stages)
+        handover_arrive(is_full=False)  # P's buffer is free
+        coord = pipes.tiles.read(tile_state)
+        tile_state.advance()
+        while coord.block >= 0:
+            pipes.keys.consumer_wait(keys_state)
+            view, blocks = key_view(plan, args, coord, Int32(0), thread)
+            side.acc_dK.fill(0.0)
+            for _ in cutlass.range(args.mQ.shape[2] // args.mK.shape[2], unroll=1):
+                for _m_block in cutlass.range(blocks.start, blocks.end, unroll=1):
+                    pipes.do.consumer_wait(state)
+                    issue_dp(atoms, side, state)
+                    warpgroup.wait_group(0)
+                    self.receive_p(shared, p, thread)
+                    grad_columns(
+                        acc_as_rows(p), acc_as_rows(side.acc_dP), shared.sDelta[None, state.index], view.lane_col
+                    )
+                    pipes.do.consumer_release(state)
+                    to_operand(side.acc_dP, side.tKrdS, plan.dtype)
+                    pipes.q.consumer_wait(state)
+                    issue_dk(atoms, side, state)
+                    warpgroup.wait_group(0)
+                    pipes.q.consumer_release(state)
+                    state.advance()
+            all_consumers_sync(2)  # warpgroup 0 has finished its wgmmas on K
+            self.epilogue.stage(side.acc_dK, atoms.mma_dk, args.scale, shared.sK[None, None, 0], Int32(1), thread)
+            self.epilogue.store(
+                atoms.tma_dk, args.mdK, shared.sK[None, None, 0], plan.tile_hdim, coord, Int32(0), thread
+            )
+            self.epilogue.wait_stored(thread)
+            pipes.keys.consumer_release(keys_state)
+            keys_state.advance()
+            coord = pipes.tiles.read(tile_state)
+            tile_state.advance()
+
+    def send_p(self, shared: SharedTensors, side: ScoreSide, thread: Int32) -> None:
+        """P^T, float32, to the same thread of the other warpgroup."""
+        handover_wait(is_full=False)
+        for i in range(cute.size(side.acc_S)):
+            shared.sP[i, thread] = side.acc_S[i]
+        handover_arrive(is_full=True)
+
+    def receive_p(self, shared: SharedTensors, p: cute.Tensor, thread: Int32) -> None:
+        """P^T from the same thread of the other warpgroup."""
+        handover_wait(is_full=True)
+        for i in range(cute.size(p)):
+            p[i] = shared.sP[i, thread]
+        handover_arrive(is_full=False)

@@ -1,0 +1,91 @@
+"""Shared memory of the key-parallel backward kernel.
+
+| buffer | holds | shares memory with | written by | read by |
+|---|---|---|---|---|
+| barriers | full and empty mbarriers of keys, q, do, tile | - | all | all |
+| slots | coordinates of the next tiles | - | producer | consumer warps |
+| sLSE, sDelta | statistics of tile_m rows per stage | - | bulk copy | consumers |
+| sP | P^T, register by register, split roles only | - | the P warpgroup | the dS warpgroup |
+| sQ, sdO | (tile_m, head dim) per stage | - | TMA | wgmma, in both orientations |
+| sK, sV | (64, head dim) per band of 64 keys | dK and dV on their way out | TMA, then a warpgroup | wgmma, then TMA store |
+"""
+
+from typing import Any, NamedTuple
+
+from flash_hopper.device.dsl import ELEMENT_TYPES, Float32, Int32, Int64, SmemAllocator, cute
+from flash_hopper.device.layouts import stacked, tile_layout
+from flash_hopper.device.schedulers.mailbox import SLOT_INTS
+from flash_hopper.kernels.backward_dkdv.args import SharedTensors
+from flash_hopper.plan.backward import BackwardDkdvPlan
+from flash_hopper.plan.budget import check_shared_memory
+from flash_hopper.plan.roles import WARPGROUP, backward_dkdv_pipelines
+
+WG_KEYS = 64
+SWIZZLE_ALIGN = 1024
+
+
+class TileLayouts(NamedTuple):
+    """Layouts of one tile of each buffer; what TMA copies."""
+
+    q: cute.ComposedLayout
+    do: cute.ComposedLayout
+    k: cute.ComposedLayout
+    v: cute.ComposedLayout
+
+
+def tile_layouts(plan: BackwardDkdvPlan) -> TileLayouts:
+    """One stage of Q and dO, one band of K and V."""
+    dtype = ELEMENT_TYPES[plan.dtype]
+    return TileLayouts(
+        q=tile_layout(plan.tile_m, plan.tile_hdim, dtype),
+        do=tile_layout(plan.tile_m, plan.tile_hdimv, dtype),
+        k=tile_layout(WG_KEYS, plan.tile_hdim, dtype),
+        v=tile_layout(WG_KEYS, plan.tile_hdimv, dtype),
+    )
+
+
+def shared_struct(plan: BackwardDkdvPlan) -> Any:
+    """The struct to allocate, checked against what a CTA may have."""
+    dtype = ELEMENT_TYPES[plan.dtype]
+    specs = backward_dkdv_pipelines(plan)
+    array = cute.struct.MemRange
+    align = cute.struct.Align
+    m, stages = plan.tile_m, plan.stages
+
+    @cute.struct
+    class Shared:
+        bar_keys: array[Int64, 2 * specs["keys"].stages]
+        bar_q: array[Int64, 2 * specs["q"].stages]
+        bar_do: array[Int64, 2 * specs["do"].stages]
+        bar_tile: array[Int64, 2 * specs["tile"].stages]
+        slots: align[array[Int32, SLOT_INTS * specs["tile"].stages], 16]
+        sLSE: align[array[Float32, m * stages], 128]
+        sDelta: align[array[Float32, m * stages], 128]
+        sP: align[array[Float32, m // 2 * WARPGROUP if plan.splits_roles else 0], 16]
+        sQ: align[array[dtype, m * plan.tile_hdim * stages], SWIZZLE_ALIGN]
+        sdO: align[array[dtype, m * plan.tile_hdimv * stages], SWIZZLE_ALIGN]
+        sK: align[array[dtype, plan.tile_n * plan.tile_hdim], SWIZZLE_ALIGN]
+        sV: align[array[dtype, plan.tile_n * plan.tile_hdimv], SWIZZLE_ALIGN]
+
+    check_shared_memory(plan.name, Shared.size_in_bytes())
+    return Shared
+
+
+def allocate(plan: BackwardDkdvPlan, struct: Any, tiles: TileLayouts) -> tuple[Any, SharedTensors]:
+    """In the kernel: the storage object (for barriers and slots) and the tensors in it."""
+    storage = SmemAllocator().allocate(struct)
+    m, stages, bands = plan.tile_m, plan.stages, plan.tile_n // WG_KEYS
+
+    def tensor(field: Any, tile: cute.ComposedLayout, count: int, stride: int) -> cute.Tensor:
+        return field.get_tensor(stacked(tile, count, stride), swizzle=tile.inner)
+
+    by_thread = cute.make_layout((m // 2, WARPGROUP), stride=(WARPGROUP, 1))
+    return storage, SharedTensors(
+        sQ=tensor(storage.sQ, tiles.q, stages, m * plan.tile_hdim),
+        sdO=tensor(storage.sdO, tiles.do, stages, m * plan.tile_hdimv),
+        sK=tensor(storage.sK, tiles.k, bands, WG_KEYS * plan.tile_hdim),
+        sV=tensor(storage.sV, tiles.v, bands, WG_KEYS * plan.tile_hdimv),
+        sLSE=storage.sLSE.get_tensor(cute.make_layout((m, stages))),
+        sDelta=storage.sDelta.get_tensor(cute.make_layout((m, stages))),
+        sP=storage.sP.get_tensor(by_thread) if plan.splits_roles else None,
+    )
