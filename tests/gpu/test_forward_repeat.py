@@ -1,0 +1,71 @@
+"""The same bits every time: after each call, in bursts, and beside other work on the GPU."""
+
+import pytest
+import torch
+
+import flash_hopper
+from flash_hopper.problem.dtypes import DType
+from flash_hopper.testing.cases import Case
+from flash_hopper.testing.inputs import make_inputs
+from flash_hopper.testing.run import run_case
+
+# every tile, both masks, several waves of tiles, lengths that end within a tile
+CASES = [
+    Case(DType.BF16, 4, 8, 8, 1000, 1000, 64, 64),
+    Case(DType.BF16, 4, 8, 2, 900, 1100, 64, 64, causal=True),
+    Case(DType.BF16, 6, 8, 8, 449, 1000, 64, 64),
+    Case(DType.BF16, 1, 8, 2, 4300, 4300, 64, 64, causal=True),
+    Case(DType.BF16, 2, 16, 4, 1300, 700, 128, 128),
+    Case(DType.FP16, 2, 16, 4, 1000, 1900, 128, 128, causal=True),
+    Case(DType.BF16, 1, 16, 4, 2500, 2500, 128, 128, causal=True),
+    Case(DType.BF16, 2, 8, 8, 1500, 800, 96, 96),
+    Case(DType.BF16, 2, 8, 8, 1000, 900, 192, 128, causal=True),
+    Case(DType.BF16, 2, 8, 8, 1000, 900, 192, 192),
+    Case(DType.BF16, 2, 8, 2, 1100, 1000, 256, 256, causal=True, scale=-0.05),
+    Case(DType.BF16, 2, 8, 2, 1100, 1000, 128, 128, causal=True, values="slopes"),
+    Case(DType.BF16, 2, 8, 2, 1100, 1000, 256, 256, return_lse=False),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_thousand_calls_give_the_same_bits(case, device):
+    result = run_case(case, device, repeat=1000)
+    assert result.passed, result.message
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_calls_that_follow_each_other_at_once_give_the_same_bits(case, device):
+    """No synchronisation between calls: each overlaps with the end of the one before it."""
+    inputs = make_inputs(case, device)
+
+    def call():
+        result = flash_hopper.flash_attn_func(
+            inputs.q, inputs.k, inputs.v, case.scale, causal=case.causal, return_lse=case.return_lse
+        )
+        return result if case.return_lse else (result,)
+
+    first = call()
+    torch.cuda.synchronize(device)
+    for _ in range(10):
+        burst = [call() for _ in range(20)]
+        torch.cuda.synchronize(device)
+        assert all(torch.equal(a, b) for results in burst for a, b in zip(results, first, strict=True))
+
+
+@pytest.mark.parametrize("case", CASES[::3], ids=str)
+def test_other_work_on_the_gpu_does_not_change_the_bits(case, device):
+    """A matrix product on another stream takes SMs, cache and bandwidth away at random moments."""
+    inputs = make_inputs(case, device)
+    other = torch.cuda.Stream(device)
+    matrix = torch.randn(4096, 4096, dtype=torch.bfloat16, device=device)
+    torch.cuda.synchronize(device)
+    options = {"causal": case.causal, "return_lse": True}
+    want = flash_hopper.flash_attn_func(inputs.q, inputs.k, inputs.v, case.scale, **options)
+    torch.cuda.synchronize(device)
+    for _ in range(30):
+        with torch.cuda.stream(other):
+            busy = matrix @ matrix
+        got = flash_hopper.flash_attn_func(inputs.q, inputs.k, inputs.v, case.scale, **options)
+        torch.cuda.synchronize(device)
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+        del busy
