@@ -39,7 +39,7 @@ def cache_folder() -> Path | None:
     if value.lower() == "off":
         return None
     if value:
-        return Path(value).expanduser()
+        return Path(value).expanduser().absolute()
     user_cache = os.environ.get("XDG_CACHE_HOME", "").strip()
     try:
         root = Path(user_cache) if user_cache else Path.home() / ".cache"
@@ -50,7 +50,7 @@ def cache_folder() -> Path | None:
 
 def pack_paths() -> tuple[Path, ...]:
     """Packs to serve kernels from, in the order given."""
-    return tuple(Path(p).expanduser() for p in os.environ.get(PACK, "").split(os.pathsep) if p.strip())
+    return tuple(Path(p).expanduser().absolute() for p in os.environ.get(PACK, "").split(os.pathsep) if p.strip())
 
 
 def c_compiler() -> str | None:

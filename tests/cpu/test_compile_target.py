@@ -38,7 +38,7 @@ def test_the_newest_flavour_that_the_driver_serves_is_taken(installed, driver, c
 
 @pytest.mark.parametrize(("installed", "driver"), [(["cu13"], (12, 8)), (["cu12", "cu13"], (11, 8))])
 def test_a_driver_too_old_for_every_flavour_is_an_error_that_says_what_to_install(installed, driver):
-    with pytest.raises(MissingDependencyError, match="serves CUDA 1[12].8: pip install .*nvidia-cutlass-dsl"):
+    with pytest.raises(MissingDependencyError, match=r"serves CUDA 1[12]\.8: pip install .*nvidia-cutlass-dsl"):
         target.choose_flavour({f: BOTH[f] for f in installed}, driver)
 
 

@@ -39,9 +39,8 @@ def list_kernels(folder: Folder = None) -> None:
             r.created[:16].replace("T", " "),
             "yes" if r.stem in current else "no",
         )
-    console = Console()
-    # a table that does not fit a narrow terminal or a pipe is printed at its own width
-    console.print(table, width=max(console.width, console.measure(table).maximum), crop=False, soft_wrap=True)
+    console = _wide_console(table)
+    console.print(table)
     total = sum(r.bytes for r in records)
     console.print(f"{len(records)} kernels, {total / 1e6:.1f} MB in {cache.folder}", soft_wrap=True)
 
@@ -90,6 +89,13 @@ def _cache(folder: Path | None) -> DiskCache:
 
 def _records(cache: DiskCache) -> list[Record]:
     return [record for record in map(cache.record, cache.stems()) if record is not None]
+
+
+def _wide_console(table: Table) -> Console:
+    """A console on which the table keeps its columns, also in a narrow terminal or a pipe."""
+    console = Console()
+    wanted = console.measure(table, options=console.options.update(max_width=1000)).maximum
+    return Console(width=max(console.width, wanted), soft_wrap=True)
 
 
 def _current(records: list[Record]) -> set[str]:

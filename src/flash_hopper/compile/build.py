@@ -15,6 +15,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
+from cutlass.base_dsl.ast_helpers import DSLOptimizationWarning
 
 from flash_hopper.compile.key import Plan
 from flash_hopper.compile.report import PtxasReport, parse_report
@@ -93,9 +94,15 @@ def _check_compiler() -> None:
 
 
 def _check_warnings(symbol: str, caught: list[warnings.WarningMessage]) -> None:
-    """A plain UserWarning of the DSL says that it ignored something it was given. Others are handed on."""
-    dropped = [str(w.message) for w in caught if w.category is UserWarning]
-    if dropped:
-        raise CompileError(f"{symbol}: the compiler warned for {GPU_ARCH}: {'; '.join(dropped)}")
+    """A warning of the DSL says that it ignored something it was given: an error. Those of others are handed on."""
+    ignored = [str(w.message) for w in caught if w.category is UserWarning or _is_of_dsl(w.category)]
+    if ignored:
+        raise CompileError(f"{symbol}: the compiler warned for {GPU_ARCH}: {'; '.join(ignored)}")
     for warning in caught:
-        warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+        # advice on compile time is for the author of a loop that is long on purpose
+        if warning.category is not DSLOptimizationWarning:
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+
+
+def _is_of_dsl(category: type[Warning]) -> bool:
+    return category.__module__.startswith("cutlass") and category is not DSLOptimizationWarning

@@ -13,7 +13,7 @@ from flash_hopper.compile.sass import count_instructions, disassemble, disassemb
 from flash_hopper.compile.target import toolkit
 
 if TYPE_CHECKING:
-    from flash_hopper.compile.build import Trace
+    from flash_hopper.compile.build import Built, Trace
 
 # What to look for in a kernel of this kind, and what it tells.
 NOTABLE = {
@@ -80,10 +80,16 @@ def kernel_report(plan: Plan, trace: "Trace | None" = None, *, strict: bool = Fa
     disassembler()
     from flash_hopper.compile.build import build
 
-    built = build(plan, trace, artifacts=True, strict=strict)
-    assert built.cubin is not None, "artifacts were asked for"
+    return examine(build(plan, trace, artifacts=True, strict=strict))
+
+
+def examine(built: "Built") -> KernelReport:
+    """The report of a kernel that was built with artifacts."""
+    assert built.cubin is not None, "artifacts were not asked for"
     instructions = count_instructions(disassemble(built.cubin))
-    return KernelReport(plan.name, built.report, instructions, len(built.cubin), len(built.object_code), built.seconds)
+    return KernelReport(
+        built.symbol, built.report, instructions, len(built.cubin), len(built.object_code), built.seconds
+    )
 
 
 def _matches(parts: list[str], head: str, rest: list[str]) -> bool:

@@ -3,9 +3,10 @@
 `build_pack` is behind `flash-hopper compile --out`, `load_pack` is public and does what `FLASH_HOPPER_PACK` does.
 """
 
+import contextlib
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,14 +57,12 @@ def build_pack(
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         kernels={plan_digest(plan): plan.name for plan in plans},
     )
-    with tempfile.TemporaryDirectory(prefix="flash-hopper-") as scratch:
+    with _replacing(path) as library, tempfile.TemporaryDirectory(prefix="flash-hopper-") as scratch:
         cache = settings.cache_folder()
         folder = cache if cache is not None and DiskCache(cache).is_writable else Path(scratch)
         objects = compile_into(folder, plans, OBJECT, jobs=jobs, progress=progress, trace=trace)
-        library = Path(scratch) / "pack.so"
         link(objects, library, kit)
         append_manifest(library, manifest)
-        _publish(library, path)
     return open_pack(path)
 
 
@@ -78,14 +77,17 @@ def load_pack(path: str | os.PathLike[str]) -> Pack:
     return pack
 
 
-def _publish(library: Path, path: Path) -> None:
-    """Put the finished file in place in one step, also across file systems."""
+@contextlib.contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """Gives a new file beside `path` that takes its place in one step, or vanishes after an error."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(library.read_bytes())
+        temporary.touch()  # before minutes of compiling: may it be written?
+        yield temporary
         os.replace(temporary, path)
     except OSError as error:
         raise CacheError(f"pack {path} cannot be written: {error}") from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)

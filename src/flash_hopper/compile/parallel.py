@@ -7,7 +7,6 @@ The compiler is single-threaded and takes 1 to 2 s and 0.6 GB a kernel, so throu
 
 import multiprocessing
 import os
-import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -75,7 +74,7 @@ def map_plans(
     """[function(plan, *arguments) for plan in plans] in worker processes; `function` is one that can be pickled."""
     workers = max(1, min(jobs or os.cpu_count() or 1, len(plans)))
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=context, initializer=_without_torch) as pool:
+    with ProcessPoolExecutor(workers, mp_context=context) as pool:
         futures = {pool.submit(function, plan, *arguments): i for i, plan in enumerate(plans)}
         try:
             for done, future in enumerate(as_completed(futures), 1):
@@ -92,8 +91,3 @@ def map_plans(
 
 def _ensure(plan: Plan, folder: str, suffix: str | None, trace: "Trace | None") -> Path:
     return KernelStore(Path(folder), trace=trace).ensure(plan, suffix)
-
-
-def _without_torch() -> None:
-    """tvm-ffi imports torch if it can; compiling does not need it, and it costs a second and 300 MB a worker."""
-    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
