@@ -33,16 +33,19 @@ def verify(
 ) -> None:
     """Check attention against float64, element by element, over a grid of cases."""
     from flash_hopper.testing.cases import Case
+    from flash_hopper.testing.environment import environment
     from flash_hopper.testing.suites import sample
     from flash_hopper.testing.suites import suite as cases_of
 
     place = _device(device)
     cases = [Case.parse(case)] if case is not None else sample(cases_of(suite, seed), limit)
     console = Console()
+    # asked for first: a lost GPU answers nothing
+    facts = environment() if json is not None else {}
     outcome = _run_all(cases, place, repeat, console)
     not_run = len(cases) - outcome.passed - len(outcome.failures)
     if json is not None:
-        _write(json, "case" if case is not None else suite, place, outcome, not_run)
+        _write(json, facts, "case" if case is not None else suite, place, outcome, not_run)
     if outcome.lost:
         lost = f"the GPU does not answer any more ({outcome.lost})"
         console.print(f"stopped: {lost}; {not_run} cases were not run", **_PLAIN)
@@ -119,15 +122,13 @@ def replay_command(case: "Case", device: str, repeat: int = 1) -> str:
     return f'flash-hopper verify --device {device}{again} --case "{case}"'
 
 
-def _write(path: Path, suite: str, device: str, outcome: _Outcome, not_run: int) -> None:
-    from flash_hopper.testing.environment import environment
-
+def _write(path: Path, facts: dict[str, Any], suite: str, device: str, outcome: _Outcome, not_run: int) -> None:
     failures = [
         {"case": str(f.case), "message": f.message, "replay": replay_command(f.case, device)} for f in outcome.failures
     ]
     closest = outcome.closest
     stored = {
-        "env": environment(),
+        "env": facts,
         "suite": suite,
         "device": device,
         "passed": outcome.passed,
