@@ -1,5 +1,7 @@
 """Streams and CUDA graphs: order within a stream, several streams at once, capture and replay with new inputs."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -26,7 +28,7 @@ def sets_of_inputs(case, device, count):
     """Tensors of one shape with different values, and what attention gives for each, one call at a time."""
     sets = []
     for seed in range(count):
-        inputs = make_inputs(Case(**{**{n: getattr(case, n) for n in Case.__dataclass_fields__}, "seed": seed}), device)
+        inputs = make_inputs(replace(case, seed=seed), device)
         sets.append((inputs.q, inputs.k, inputs.v))
     wanted = []
     for tensors in sets:

@@ -7,7 +7,7 @@ case holds the same bits on every device. `testing.run` is the caller.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -248,8 +248,3 @@ def _factors(case: Case, generator: Generator) -> tuple[Tensor, Tensor]:
     if case.values == "slopes":
         return torch.rand(row.shape, generator=generator) * 2 - 1, key
     return row, -key if case.values == "falling" else key
-
-
-def with_seed(case: Case, seed: int) -> Case:
-    """The same case with other random numbers."""
-    return replace(case, seed=seed)
