@@ -4,10 +4,13 @@ Barrier 0 is the whole CTA's. Each consumer warpgroup has one barrier of its own
 """
 
 from flash_hopper.device.dsl import Int32, cute, cutlass
-from flash_hopper.plan.roles import WARPGROUP
+from flash_hopper.plan.roles import WARP, WARPGROUP
 
 EPILOGUE = 1  # + warpgroup: O staged in shared memory, or its buffer free again
+HANDOVER_EMPTY, HANDOVER_FULL = 5, 6  # a buffer between two warpgroups
+ALL_CONSUMERS = 7
 TURN = 8  # + warpgroup: this warpgroup may issue its GEMMs
+MAIL_EMPTY, MAIL_FULL = 12, 14  # + warpgroup: its mailbox to the writer warp
 
 
 def epilogue_sync(warpgroup: Int32) -> None:
@@ -46,10 +49,6 @@ class Turns:
             cute.arch.barrier_arrive(barrier_id=TURN + successor, number_of_threads=2 * WARPGROUP)
 
 
-HANDOVER_EMPTY, HANDOVER_FULL = 5, 6
-ALL_CONSUMERS = 7
-
-
 def handover_wait(is_full: bool) -> None:
     """Wait until the shared buffer between two warpgroups is full (or empty); the other side arrives."""
     cute.arch.barrier(barrier_id=HANDOVER_FULL if is_full else HANDOVER_EMPTY, number_of_threads=2 * WARPGROUP)
@@ -63,3 +62,15 @@ def handover_arrive(is_full: bool) -> None:
 def all_consumers_sync(warpgroups: int) -> None:
     """All threads of all consumer warpgroups meet."""
     cute.arch.barrier(barrier_id=ALL_CONSUMERS, number_of_threads=warpgroups * WARPGROUP)
+
+
+def mail_wait(warpgroup: Int32, is_full: bool) -> None:
+    """A warpgroup waits for its mailbox to be empty, or the writer warp for it to be full; the other side arrives."""
+    barrier = (MAIL_FULL if is_full else MAIL_EMPTY) + warpgroup
+    cute.arch.barrier(barrier_id=barrier, number_of_threads=WARPGROUP + WARP)
+
+
+def mail_arrive(warpgroup: Int32, is_full: bool) -> None:
+    """Say that a warpgroup's mailbox is full, or (the writer warp) empty."""
+    barrier = (MAIL_FULL if is_full else MAIL_EMPTY) + warpgroup
+    cute.arch.barrier_arrive(barrier_id=barrier, number_of_threads=WARPGROUP + WARP)

@@ -49,3 +49,23 @@ def pack_16bit(lo: Float32, hi: Float32, dtype: DType, *, loc: Any = None, ip: A
 def sign_bit(a: Float32, *, loc: Any = None, ip: Any = None) -> Boolean:
     """True if the sign bit of `a` is set: a negative number, -0 or -inf."""
     return Int32(llvm.bitcast(mlir_types.i32(), Float32(a).ir_value(loc=loc, ip=ip), loc=loc, ip=ip)) < 0
+
+
+@dsl_user_op
+def bulk_reduce_add_f32(dst: Any, src: Any, size_bytes: int, *, loc: Any = None, ip: Any = None) -> None:
+    """cp.reduce.async.bulk .add.f32: add shared memory at `src` to global memory at `dst`, element by element.
+
+    Both 16-byte aligned, size a multiple of 16. One lane issues it; the group is that lane's to commit and wait for.
+    """
+    operands = [dst.toint(loc=loc, ip=ip), src.toint(loc=loc, ip=ip), Int32(size_bytes)]
+    llvm.inline_asm(
+        None,
+        [x.ir_value(loc=loc, ip=ip) for x in operands],
+        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [$0], [$1], $2;",
+        "l,r,r",
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+        loc=loc,
+        ip=ip,
+    )

@@ -110,6 +110,6 @@ def backward_dkdv_pipelines(plan: BackwardDkdvPlan) -> dict[str, PipelineSpec]:
         PipelineSpec("keys", 1, warps, plan.tile_n * (plan.tile_hdim + plan.tile_hdimv) * size),
         PipelineSpec("q", plan.stages, warps, plan.tile_m * (plan.tile_hdim * size + STATISTIC_BYTES)),
         PipelineSpec("do", plan.stages, warps, plan.tile_m * (plan.tile_hdimv * size + STATISTIC_BYTES)),
-        PipelineSpec("tile", TILE_SLOTS, warps, 0),
+        PipelineSpec("tile", TILE_SLOTS, warps + plan.adds_dq, 0),  # the dQ writer reads coordinates, too
     ]
     return {spec.name: spec for spec in specs}

@@ -16,6 +16,7 @@ class DkdvArgs(NamedTuple):
     mdK: cute.Tensor  # (seqlen_k, head_dim, heads_k, batch)
     mdV: cute.Tensor  # (seqlen_k, head_dim_v, heads_k, batch)
     mStatistics: cute.Tensor  # (2, batch, heads, rows) float32: LSE in base 2, D
+    mAccumulator: cute.Tensor | None  # (4096, batch, heads, query blocks, warpgroup) float32, if dQ is added up
     tile_counter: cute.Tensor | None  # (1,) int32, dynamic scheduler only
     scale: Float32
     scale_log2: Float32
@@ -36,6 +37,7 @@ class DkdvAtoms(NamedTuple):
     mma_s: cute.TiledMma  # 64 x tile_m: K Q^T and V dO^T, both from shared memory
     mma_dk: cute.TiledMma  # 64 x tile_hdim: dS^T Q, dS^T from registers
     mma_dv: cute.TiledMma  # 64 x tile_hdimv: P^T dO, P^T from registers
+    mma_dq: cute.TiledMma  # 64 x 64: dS K, both from shared memory
 
 
 class SharedTensors(NamedTuple):
@@ -48,6 +50,8 @@ class SharedTensors(NamedTuple):
     sLSE: cute.Tensor  # (tile_m, stage) float32, base 2
     sDelta: cute.Tensor  # (tile_m, stage) float32
     sP: cute.Tensor | None  # (tile_m / 2, 128) float32: P^T by thread, split roles only
+    sdS: cute.Tensor | None  # (tile_n, tile_m, 2): dS^T, if dQ is added up
+    sdQ: cute.Tensor | None  # (4, 8, 128, warpgroup) float32: dQ by thread, if dQ is added up
 
 
 class Pipelines(NamedTuple):

@@ -13,7 +13,7 @@ from flash_hopper.device.layouts import acc_as_rows
 from flash_hopper.device.pipelines import consumer_state
 from flash_hopper.device.probabilities import grad_columns, recompute_columns
 from flash_hopper.device.registers import to_operand
-from flash_hopper.geometry.blocks import QueryBlocks, first_query, query_blocks
+from flash_hopper.geometry.blocks import first_query, query_blocks
 from flash_hopper.geometry.tiles import TileCoord
 from flash_hopper.kernels.backward_dkdv.args import DkdvArgs, DkdvAtoms, Pipelines, SharedTensors
 from flash_hopper.kernels.backward_dkdv.epilogue import Epilogue
@@ -27,6 +27,7 @@ from flash_hopper.kernels.backward_dkdv.fragments import (
     issue_s,
     score_side,
 )
+from flash_hopper.kernels.backward_dkdv.schedule import query_schedule
 from flash_hopper.kernels.backward_dkdv.storage import WG_KEYS
 from flash_hopper.plan.backward import BackwardDkdvPlan
 from flash_hopper.plan.roles import TILE_SLOTS
@@ -40,16 +41,11 @@ class KeyView(NamedTuple):
     full: Int32  # first query block that needs no mask
 
 
-def key_view(
-    plan: BackwardDkdvPlan, args: DkdvArgs, coord: TileCoord, band: Int32, thread: Int32
-) -> tuple[KeyView, QueryBlocks]:
-    """This thread's view of a tile, and the query blocks that the tile visits."""
-    seqlen_q, seqlen_k = args.mQ.shape[0], args.mK.shape[0]
-    key = coord.block * plan.tile_n
-    whole = query_blocks(key, plan.tile_n, seqlen_q, seqlen_k, plan.tile_m, plan.is_causal)
-    own = query_blocks(key + band * WG_KEYS, WG_KEYS, seqlen_q, seqlen_k, plan.tile_m, plan.is_causal)
-    first_key = key + band * WG_KEYS + thread // 32 * 16 + thread % 32 // 4
-    return KeyView(first_key, thread % 4 * 2, own.full), whole
+def key_view(plan: BackwardDkdvPlan, args: DkdvArgs, coord: TileCoord, band: Int32, thread: Int32) -> KeyView:
+    """This thread's view of a tile."""
+    key = coord.block * plan.tile_n + band * WG_KEYS
+    own = query_blocks(key, WG_KEYS, args.mQ.shape[0], args.mK.shape[0], plan.tile_m, plan.is_causal)
+    return KeyView(key + thread // 32 * 16 + thread % 32 // 4, thread % 4 * 2, own.full)
 
 
 @cute.jit
@@ -111,21 +107,22 @@ class Consumer:
     ) -> Any:  # fmt: skip
         """One tile up to unscaled dK and dV; returns the cursor."""
         plan = self.plan
-        view, blocks = key_view(plan, args, coord, wg, thread)
-        total = (blocks.end - blocks.start) * (args.mQ.shape[2] // args.mK.shape[2])  # all query heads of the key head
+        view = key_view(plan, args, coord, wg, thread)
+        order = query_schedule(plan, args, coord)
+        total = order.count * (args.mQ.shape[2] // args.mK.shape[2])  # all query heads of the key head
         scores.acc_dV.fill(0.0)
         grads.acc_dK.fill(0.0)
-        m_block = blocks.start
+        m_block = order.first
         if const_expr(plan.is_deferred):
             self.first_deferred(args, atoms, shared, pipes, scores, grads, view, state, m_block)
             total = total - 1
         for _ in cutlass.range(total, unroll=1):
             if const_expr(plan.is_deferred):
-                m_block = self.block_after(m_block, blocks)
+                m_block = order.after(m_block)
                 state = self.step_deferred(args, atoms, shared, pipes, scores, grads, view, state, m_block)
             else:
                 state = self.step(args, atoms, shared, pipes, scores, grads, view, state, m_block)
-                m_block = self.block_after(m_block, blocks)
+                m_block = order.after(m_block)
         if const_expr(plan.is_deferred):
             issue_dv(atoms, scores, state)
             issue_dk(atoms, grads, state)
@@ -134,14 +131,6 @@ class Consumer:
             pipes.q.consumer_release(state)
             state.advance()
         return state
-
-    @cute.jit
-    def block_after(self, m_block: Int32, blocks: QueryBlocks) -> Int32:
-        """The next query block; after a head's last one, the next head's first."""
-        following = m_block + 1
-        if following == blocks.end:
-            following = Int32(blocks.start)
-        return following
 
     @cute.jit
     def step(

@@ -6,7 +6,7 @@ from flash_hopper.device.dsl import ELEMENT_TYPES, Float32, Int32, cute
 from flash_hopper.device.gemm import issue
 from flash_hopper.device.layouts import acc_as_operand_a, transposed
 from flash_hopper.kernels.backward_dkdv.args import DkdvAtoms, SharedTensors
-from flash_hopper.kernels.backward_dkdv.storage import WG_KEYS
+from flash_hopper.kernels.backward_dkdv.storage import DS_STAGES, WG_KEYS
 from flash_hopper.plan.backward import BackwardDkdvPlan
 
 
@@ -30,6 +30,30 @@ class GradSide(NamedTuple):
     tKrQ: cute.Tensor  # (MMA, N, K, stage) in shared memory, transposed
     acc_dP: cute.Tensor  # 64 keys x tile_m, float32
     acc_dK: cute.Tensor  # 64 keys x tile_hdim, float32
+
+
+class DqSide(NamedTuple):
+    """From dS and K to one warpgroup's 64 x 64 piece of dQ."""
+
+    tQrdS: cute.Tensor  # (MMA, M, K, stage) in shared memory, transposed
+    tQrKt: cute.Tensor  # (MMA, N, K) in shared memory, transposed
+    acc_dQ: cute.Tensor  # 64 x 64, float32
+
+
+def dq_side(plan: BackwardDkdvPlan, atoms: DkdvAtoms, shared: SharedTensors, wg: Int32) -> DqSide:
+    """Fragments for dQ. With 128 query rows a block warpgroup `wg` takes rows 64 wg .., with 64 rows columns 64 wg .. ."""
+    dq = atoms.mma_dq.get_slice(0)
+    splits_rows = plan.tile_m > 64
+    ds = cute.local_tile(
+        transposed(shared.sdS), (64, plan.tile_n, DS_STAGES), (wg if splits_rows else 0, 0, 0)
+    )
+    keys = cute.group_modes(cute.make_tensor(shared.sK.iterator, cute.select(shared.sK.layout, mode=[0, 2, 1])), 0, 2)
+    kt = cute.local_tile(transposed(keys), (64, plan.tile_n), (0 if splits_rows else wg, 0))
+    return DqSide(
+        tQrdS=atoms.mma_dq.make_fragment_A(dq.partition_A(ds)),
+        tQrKt=atoms.mma_dq.make_fragment_B(dq.partition_B(kt)),
+        acc_dQ=cute.make_rmem_tensor(atoms.mma_dq.partition_shape_C((64, 64)), Float32),
+    )
 
 
 def _accumulator(mma: cute.TiledMma, cols: int) -> cute.Tensor:

@@ -8,6 +8,7 @@ from flash_hopper.device.dsl import (
     Float32,
     Int32,
     OperandMajorMode,
+    const_expr,
     cpasync,
     cuda,
     cute,
@@ -24,9 +25,18 @@ from flash_hopper.device.schedulers.numbering import make_scheduler
 from flash_hopper.geometry.arith import ceil_div
 from flash_hopper.kernels.backward_dkdv.args import DkdvArgs, DkdvAtoms, Pipelines
 from flash_hopper.kernels.backward_dkdv.consumer import Consumer
+from flash_hopper.kernels.backward_dkdv.dq_writer import DqWriter
+from flash_hopper.kernels.backward_dkdv.fused_consumer import FusedConsumer
 from flash_hopper.kernels.backward_dkdv.producer import Producer
 from flash_hopper.kernels.backward_dkdv.split_consumer import SplitConsumer
-from flash_hopper.kernels.backward_dkdv.storage import WG_KEYS, TileLayouts, allocate, shared_struct, tile_layouts
+from flash_hopper.kernels.backward_dkdv.storage import (
+    DQ_PIECE,
+    WG_KEYS,
+    TileLayouts,
+    allocate,
+    shared_struct,
+    tile_layouts,
+)
 from flash_hopper.plan.backward import STATISTICS_ROWS, BackwardDkdvPlan
 from flash_hopper.plan.roles import TILE_SLOTS, WARPGROUP, backward_dkdv_pipelines, roles_of
 
@@ -47,14 +57,17 @@ class BackwardDkdvKernel:
     | do | plan.stages | TMA, dO and D | tile_m x (tile_hdimv + 4 bytes) | 1 a consumer warp, when dP and dV are done |
 
     Producer, per tile: post its coordinates, ask for the next tile, load K and V; per query head and block: Q, dO.
-    Consumers: `consumer.py`, or `split_consumer.py` for head dims above 128.
+    Consumers: `consumer.py`; `split_consumer.py` for head dims above 128; `fused_consumer.py` if dQ is added up here as
+    well, then with `dq_writer.py` in warp 1 of the producer's warpgroup.
     """
 
     def __init__(self, plan: BackwardDkdvPlan) -> None:
         self.plan = plan
         self.roles = roles_of(plan)
         self.producer = Producer(plan)
-        self.consumer = SplitConsumer(plan) if plan.splits_roles else Consumer(plan)
+        self.dq_writer = DqWriter(plan)
+        consumer = SplitConsumer if plan.splits_roles else FusedConsumer if plan.adds_dq else Consumer
+        self.consumer = consumer(plan)
 
     @cute.jit
     def __call__(
@@ -66,6 +79,7 @@ class BackwardDkdvKernel:
         dk: cute.Tensor,
         dv: cute.Tensor,
         statistics: cute.Tensor,
+        accumulator: cute.Tensor | None,
         tile_counter: cute.Tensor | None,
         scale: Float32,
         ctas: Int32,
@@ -73,7 +87,8 @@ class BackwardDkdvKernel:
         stream: cuda.CUstream,
     ):
         """Launch. q: (batch, seqlen_q, heads, head_dim); k, dk, v, dv: (batch, seqlen_k, heads_k, ...); dout: (batch,
-        seqlen_q, heads, head_dim_v); statistics: (2, batch, heads, rows), rows a multiple of plan.tile_m."""
+        seqlen_q, heads, head_dim_v); statistics: (2, batch, heads, rows), rows a multiple of plan.tile_m;
+        accumulator: (batch, heads, rows * plan.tile_hdim) float32, zero, if plan.adds_dq."""
         plan = self.plan
         mQ, mK, mV, mdO, mdK, mdV = (seqlen_major(t) for t in (q, k, v, dout, dk, dv))
         tiles = tile_layouts(plan)
@@ -87,7 +102,7 @@ class BackwardDkdvKernel:
         n_blocks = ceil_div(mK.shape[0], plan.tile_n)
         total = n_blocks * mK.shape[2] * mK.shape[3]
         args = DkdvArgs(
-            mQ_tma, mK_tma, mV_tma, mdO_tma, mdK_tma, mdV_tma, statistics, tile_counter, scale,
+            mQ_tma, mK_tma, mV_tma, mdO_tma, mdK_tma, mdV_tma, statistics, self.by_piece(accumulator), tile_counter, scale,
             scale * Float32(LOG2_E), n_blocks, total, heads_per_section,
         )  # fmt: skip
         atoms = DkdvAtoms(tma_q, tma_do, tma_k, tma_v, tma_dk, tma_dv, *self.tiled_mmas())
@@ -100,8 +115,17 @@ class BackwardDkdvKernel:
             use_pdl=True,
         )
 
-    def tiled_mmas(self) -> tuple[cute.TiledMma, cute.TiledMma, cute.TiledMma]:
-        """S and dP with both operands from shared memory; dK and dV with the left one from registers."""
+    def by_piece(self, accumulator: cute.Tensor | None) -> cute.Tensor | None:
+        """(batch, heads, values) as (piece of 4096, batch, heads, query block, warpgroup)."""
+        if accumulator is None:
+            return None
+        pieces = cute.logical_divide(accumulator, (None, None, DQ_PIECE * 2))  # (b, h, (2 pieces, query block))
+        pieces = cute.logical_divide(pieces, (None, None, (DQ_PIECE, None)))
+        return cute.make_tensor(pieces.iterator, cute.select(cute.flatten(pieces.layout), mode=[2, 0, 1, 4, 3]))
+
+    def tiled_mmas(self) -> tuple[cute.TiledMma, ...]:
+        """S and dP with both operands from shared memory; dK and dV with the left one from registers; dQ from shared
+        memory, both operands transposed by the hardware."""
         plan, dtype = self.plan, ELEMENT_TYPES[self.plan.dtype]
         k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
         scores = make_trivial_tiled_mma(dtype, dtype, k_major, k_major, Float32, (1, 1, 1), (WG_KEYS, plan.tile_m))
@@ -111,7 +135,8 @@ class BackwardDkdvKernel:
             )
             for cols in (plan.tile_hdim, plan.tile_hdimv)
         )
-        return scores, dk, dv
+        dq = make_trivial_tiled_mma(dtype, dtype, mn_major, mn_major, Float32, (1, 1, 1), (64, 64))
+        return scores, dk, dv, dq
 
     @cute.kernel
     def kernel(self, args: DkdvArgs, atoms: DkdvAtoms, tiles: TileLayouts):
@@ -133,6 +158,9 @@ class BackwardDkdvKernel:
                 scheduler = make_scheduler(plan.scheduler, args.tiles, args.tile_counter)
                 self.producer.run(scheduler, args, atoms, shared, pipes)
                 cute.arch.griddepcontrol_launch_dependents()
+            if const_expr(plan.adds_dq):
+                if warp == 1:
+                    self.dq_writer.run(args, shared, pipes)
         else:
             cute.arch.setmaxregister_increase(roles.consumer_registers)
             wg = cute.arch.make_warp_uniform(thread // WARPGROUP - 1)
@@ -176,6 +204,14 @@ def placeholder_arguments(plan: BackwardDkdvPlan) -> tuple[Any, ...]:
         tensor(batch, seqlen_k, heads_k, hdim),
         tensor(batch, seqlen_k, heads_k, hdimv),
         make_fake_tensor(Float32, (2, batch, heads, rows), statistics_strides, assumed_align=16),
+        make_fake_tensor(
+            Float32,
+            (batch, heads, cute.sym_int32(divisibility=2 * DQ_PIECE)),
+            (cute.sym_int64(divisibility=2 * DQ_PIECE), cute.sym_int64(divisibility=2 * DQ_PIECE), 1),
+            assumed_align=16,
+        )
+        if plan.adds_dq
+        else None,
         make_fake_tensor(Int32, (1,), (1,), assumed_align=4) if plan.scheduler == "dynamic" else None,
         Float32(1.0),
         Int32(1),

@@ -7,9 +7,9 @@ from typing import Any
 
 from flash_hopper.device.dsl import Float32, Int32, cpasync, cute, cutlass
 from flash_hopper.device.pipelines import load, partition, producer_state
-from flash_hopper.geometry.blocks import query_blocks
 from flash_hopper.geometry.tiles import TileCoord, tile_coord
 from flash_hopper.kernels.backward_dkdv.args import DkdvArgs, DkdvAtoms, Pipelines, SharedTensors
+from flash_hopper.kernels.backward_dkdv.schedule import query_schedule
 from flash_hopper.kernels.backward_dkdv.storage import WG_KEYS
 from flash_hopper.plan.backward import BackwardDkdvPlan
 from flash_hopper.plan.roles import TILE_SLOTS
@@ -63,18 +63,17 @@ class Producer:
         self, args: DkdvArgs, atoms: DkdvAtoms, shared: SharedTensors, pipes: Pipelines, coord: TileCoord, head: Int32,
         q_state: Any, do_state: Any,
     ) -> tuple[Any, Any]:  # fmt: skip
-        """One query head's blocks, ascending; returns the advanced cursors."""
+        """One query head's blocks, in the tile's order; returns the advanced cursors."""
         plan = self.plan
-        blocks = query_blocks(
-            coord.block * plan.tile_n, plan.tile_n, args.mQ.shape[0], args.mK.shape[0], plan.tile_m, plan.is_causal
-        )
+        order = query_schedule(plan, args, coord)
         mQ, mdO = args.mQ[None, None, head, coord.batch], args.mdO[None, None, head, coord.batch]
         q_src, q_dst = partition(atoms.tma_q, cute.local_tile(mQ, (plan.tile_m, plan.tile_hdim), (None, 0)), shared.sQ)
         do_src, do_dst = partition(
             atoms.tma_do, cute.local_tile(mdO, (plan.tile_m, plan.tile_hdimv), (None, 0)), shared.sdO
         )
         mLSE, mDelta = (args.mStatistics[i, coord.batch, head, None] for i in (0, 1))
-        for m_block in cutlass.range(blocks.start, blocks.end, unroll=1):
+        m_block = order.first
+        for _ in cutlass.range(order.count, unroll=1):
             pipes.q.producer_acquire(q_state)
             load(atoms.tma_q, q_src[None, m_block], q_dst[None, q_state.index], pipes.q, q_state)
             self.load_statistics(mLSE, shared.sLSE, m_block, pipes.q, q_state)
@@ -83,6 +82,7 @@ class Producer:
             load(atoms.tma_do, do_src[None, m_block], do_dst[None, do_state.index], pipes.do, do_state)
             self.load_statistics(mDelta, shared.sDelta, m_block, pipes.do, do_state)
             do_state.advance()
+            m_block = order.after(m_block)
         return q_state, do_state
 
     def load_statistics(self, m: cute.Tensor, s: cute.Tensor, m_block: Int32, pipe: Any, state: Any) -> None:

@@ -26,6 +26,7 @@ from flash_hopper.kernels.backward_dkdv.fragments import (
     issue_s,
     score_side,
 )
+from flash_hopper.kernels.backward_dkdv.schedule import query_schedule
 from flash_hopper.plan.backward import BackwardDkdvPlan
 from flash_hopper.plan.roles import TILE_SLOTS
 
@@ -61,22 +62,25 @@ class SplitConsumer:
         tile_state.advance()
         while coord.block >= 0:
             pipes.keys.consumer_wait(keys_state)
-            view, blocks = key_view(plan, args, coord, Int32(0), thread)
+            view = key_view(plan, args, coord, Int32(0), thread)
+            order = query_schedule(plan, args, coord)
+            m_block = order.first
+            total = order.count * (args.mQ.shape[2] // args.mK.shape[2])  # all query heads of the key head
             side.acc_dV.fill(0.0)
-            for _ in cutlass.range(args.mQ.shape[2] // args.mK.shape[2], unroll=1):
-                for m_block in cutlass.range(blocks.start, blocks.end, unroll=1):
-                    pipes.q.consumer_wait(state)
-                    issue_s(atoms, side, state)
-                    warpgroup.wait_group(0)
-                    make_p(plan, args, shared, side.acc_S, view, state.index, m_block)
-                    pipes.q.consumer_release(state)
-                    self.send_p(shared, side, thread)
-                    to_operand(side.acc_S, side.tVrP, plan.dtype)
-                    pipes.do.consumer_wait(state)
-                    issue_dv(atoms, side, state)
-                    warpgroup.wait_group(0)
-                    pipes.do.consumer_release(state)
-                    state.advance()
+            for _ in cutlass.range(total, unroll=1):
+                pipes.q.consumer_wait(state)
+                issue_s(atoms, side, state)
+                warpgroup.wait_group(0)
+                make_p(plan, args, shared, side.acc_S, view, state.index, m_block)
+                pipes.q.consumer_release(state)
+                self.send_p(shared, side, thread)
+                to_operand(side.acc_S, side.tVrP, plan.dtype)
+                pipes.do.consumer_wait(state)
+                issue_dv(atoms, side, state)
+                warpgroup.wait_group(0)
+                pipes.do.consumer_release(state)
+                state.advance()
+                m_block = order.after(m_block)
             all_consumers_sync(2)  # warpgroup 1 has finished its wgmmas on V
             self.epilogue.stage(side.acc_dV, atoms.mma_dv, Float32(1.0), shared.sV[None, None, 0], Int32(0), thread)
             self.epilogue.store(
@@ -102,24 +106,25 @@ class SplitConsumer:
         tile_state.advance()
         while coord.block >= 0:
             pipes.keys.consumer_wait(keys_state)
-            view, blocks = key_view(plan, args, coord, Int32(0), thread)
+            view = key_view(plan, args, coord, Int32(0), thread)
+            order = query_schedule(plan, args, coord)
+            total = order.count * (args.mQ.shape[2] // args.mK.shape[2])  # all query heads of the key head
             side.acc_dK.fill(0.0)
-            for _ in cutlass.range(args.mQ.shape[2] // args.mK.shape[2], unroll=1):
-                for _m_block in cutlass.range(blocks.start, blocks.end, unroll=1):
-                    pipes.do.consumer_wait(state)
-                    issue_dp(atoms, side, state)
-                    warpgroup.wait_group(0)
-                    self.receive_p(shared, p, thread)
-                    grad_columns(
-                        acc_as_rows(p), acc_as_rows(side.acc_dP), shared.sDelta[None, state.index], view.lane_col
-                    )
-                    pipes.do.consumer_release(state)
-                    to_operand(side.acc_dP, side.tKrdS, plan.dtype)
-                    pipes.q.consumer_wait(state)
-                    issue_dk(atoms, side, state)
-                    warpgroup.wait_group(0)
-                    pipes.q.consumer_release(state)
-                    state.advance()
+            for _ in cutlass.range(total, unroll=1):
+                pipes.do.consumer_wait(state)
+                issue_dp(atoms, side, state)
+                warpgroup.wait_group(0)
+                self.receive_p(shared, p, thread)
+                grad_columns(
+                    acc_as_rows(p), acc_as_rows(side.acc_dP), shared.sDelta[None, state.index], view.lane_col
+                )
+                pipes.do.consumer_release(state)
+                to_operand(side.acc_dP, side.tKrdS, plan.dtype)
+                pipes.q.consumer_wait(state)
+                issue_dk(atoms, side, state)
+                warpgroup.wait_group(0)
+                pipes.q.consumer_release(state)
+                state.advance()
             all_consumers_sync(2)  # warpgroup 0 has finished its wgmmas on K
             self.epilogue.stage(side.acc_dK, atoms.mma_dk, args.scale, shared.sK[None, None, 0], Int32(1), thread)
             self.epilogue.store(

@@ -6,6 +6,8 @@
 | slots | coordinates of the next tiles | - | producer | consumer warps |
 | sLSE, sDelta | statistics of tile_m rows per stage | - | bulk copy | consumers |
 | sP | P^T, register by register, split roles only | - | the P warpgroup | the dS warpgroup |
+| sdS | dS^T, (tile_n, tile_m), two of them, if dQ is added up | - | consumers (stmatrix) | wgmma of both warpgroups |
+| sdQ | 64 x 64 of dQ per warpgroup, register by register, if dQ is added up | - | its warpgroup | bulk reduce-add |
 | sQ, sdO | (tile_m, head dim) per stage | - | TMA | wgmma, in both orientations |
 | sK, sV | (64, head dim) per band of 64 keys | dK and dV on their way out | TMA, then a warpgroup | wgmma, then TMA store |
 """
@@ -22,6 +24,8 @@ from flash_hopper.plan.roles import WARPGROUP, backward_dkdv_pipelines
 
 WG_KEYS = 64
 SWIZZLE_ALIGN = 1024
+DQ_PIECE = 64 * 64  # float32 values of dQ that a warpgroup computes per query block
+DS_STAGES = 2  # so that one barrier a block suffices: the other buffer is still being read
 
 
 class TileLayouts(NamedTuple):
@@ -31,6 +35,15 @@ class TileLayouts(NamedTuple):
     do: cute.ComposedLayout
     k: cute.ComposedLayout
     v: cute.ComposedLayout
+    ds: cute.ComposedLayout
+
+
+def dq_by_thread() -> cute.Layout:
+    """(register % 4, register // 4, thread, warpgroup) of a 64 x 64 accumulator piece: 16 bytes a thread side by side.
+
+    The accumulator in memory has the same order, so the postprocess kernel reads back what each thread held.
+    """
+    return cute.make_layout((4, DQ_PIECE // (4 * WARPGROUP), WARPGROUP, 2), stride=(1, 4 * WARPGROUP, 4, DQ_PIECE))
 
 
 def tile_layouts(plan: BackwardDkdvPlan) -> TileLayouts:
@@ -41,6 +54,7 @@ def tile_layouts(plan: BackwardDkdvPlan) -> TileLayouts:
         do=tile_layout(plan.tile_m, plan.tile_hdimv, dtype),
         k=tile_layout(WG_KEYS, plan.tile_hdim, dtype),
         v=tile_layout(WG_KEYS, plan.tile_hdimv, dtype),
+        ds=tile_layout(plan.tile_n, plan.tile_m, dtype),
     )
 
 
@@ -62,6 +76,8 @@ def shared_struct(plan: BackwardDkdvPlan) -> Any:
         sLSE: align[array[Float32, m * stages], 128]
         sDelta: align[array[Float32, m * stages], 128]
         sP: align[array[Float32, m // 2 * WARPGROUP if plan.splits_roles else 0], 16]
+        sdQ: align[array[Float32, DQ_PIECE * 2 if plan.adds_dq else 0], 128]
+        sdS: align[array[dtype, plan.tile_n * m * DS_STAGES if plan.adds_dq else 0], SWIZZLE_ALIGN]
         sQ: align[array[dtype, m * plan.tile_hdim * stages], SWIZZLE_ALIGN]
         sdO: align[array[dtype, m * plan.tile_hdimv * stages], SWIZZLE_ALIGN]
         sK: align[array[dtype, plan.tile_n * plan.tile_hdim], SWIZZLE_ALIGN]
@@ -88,4 +104,6 @@ def allocate(plan: BackwardDkdvPlan, struct: Any, tiles: TileLayouts) -> tuple[A
         sLSE=storage.sLSE.get_tensor(cute.make_layout((m, stages))),
         sDelta=storage.sDelta.get_tensor(cute.make_layout((m, stages))),
         sP=storage.sP.get_tensor(by_thread) if plan.splits_roles else None,
+        sdS=tensor(storage.sdS, tiles.ds, DS_STAGES, plan.tile_n * m) if plan.adds_dq else None,
+        sdQ=storage.sdQ.get_tensor(dq_by_thread()) if plan.adds_dq else None,
     )

@@ -43,12 +43,14 @@ class PreprocessKernel:
         lse: cute.Tensor,
         dlse: cute.Tensor | None,
         statistics: cute.Tensor,
+        accumulator: cute.Tensor | None,
         stream: cuda.CUstream,
     ):
         """out, dout: (batch, seqlen_q, heads, head_dim_v); lse, dlse: (batch, heads, seqlen_q) float32; statistics:
-        (2, batch, heads, rows) float32, rows >= seqlen_q: LSE in base 2, then D."""
+        (2, batch, heads, rows) float32, rows >= seqlen_q: LSE in base 2, then D; accumulator: (batch, heads,
+        rows * plan.cleared_hdim) float32."""
         row_blocks = ceil_div(statistics.shape[3], self.rows_per_cta)
-        self.kernel(out, dout, lse, dlse, statistics, row_blocks).launch(
+        self.kernel(out, dout, lse, dlse, statistics, accumulator, row_blocks).launch(
             grid=[row_blocks * out.shape[2] * out.shape[0], 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=True
         )
 
@@ -60,6 +62,7 @@ class PreprocessKernel:
         mLSE: cute.Tensor,
         mdLSE: cute.Tensor | None,
         mStatistics: cute.Tensor,
+        mAccumulator: cute.Tensor | None,
         row_blocks: Int32,
     ):
         per_row = self.plan.threads_per_row
@@ -69,7 +72,9 @@ class PreprocessKernel:
         head, batch = pair % mO.shape[2], pair // mO.shape[2]
         first = (block - pair * row_blocks) * self.rows_per_cta + thread // per_row
         piece = thread % per_row
-        cute.arch.griddepcontrol_wait()  # dO may come from the kernel before
+        cute.arch.griddepcontrol_wait()  # dO may come from the kernel before; earlier readers of the memory are done
+        if const_expr(mAccumulator is not None):
+            self.clear(mAccumulator[batch, head, None], block - pair * row_blocks, thread)
         for i in cutlass.range_constexpr(ROWS_PER_THREAD):
             row = first + i * self.rows_per_pass
             total = self.row_sum(mO, mdO, batch, head, row, piece)
@@ -87,6 +92,17 @@ class PreprocessKernel:
                 mStatistics[0, batch, head, row] = lse
                 mStatistics[1, batch, head, row] = delta
         cute.arch.griddepcontrol_launch_dependents()
+
+    @cute.jit
+    def clear(self, gAccumulator: cute.Tensor, row_block: Int32, thread: Int32) -> None:
+        """Zero this CTA's rows of the accumulator, 16 bytes a store."""
+        zeros = cute.make_rmem_tensor(4, Float32)
+        zeros.fill(0.0)
+        stores = self.rows_per_cta * self.plan.cleared_hdim // (4 * THREADS)
+        for i in cutlass.range_constexpr(stores):
+            piece = (row_block * stores + i) * THREADS + thread
+            if piece * 4 < gAccumulator.shape[0]:
+                cute.autovec_copy(zeros, cute.local_tile(gAccumulator, (4,), (piece,)))
 
     @cute.jit
     def row_sum(
@@ -131,5 +147,13 @@ def placeholder_arguments(plan: PreprocessPlan) -> tuple[Any, ...]:
             (*(cute.sym_int64(divisibility=STATISTICS_ROWS) for _ in range(3)), 1),
             assumed_align=16,
         ),
+        make_fake_tensor(
+            Float32,
+            (batch, heads, cute.sym_int32(divisibility=64)),
+            (cute.sym_int64(divisibility=64), cute.sym_int64(divisibility=64), 1),
+            assumed_align=16,
+        )
+        if plan.cleared_hdim
+        else None,
         make_fake_stream(use_tvm_ffi_env_stream=True),
     )

@@ -48,3 +48,15 @@ def choose_dq_tile(hdim: int, hdimv: int) -> DqTile:
 def choose_dkdv_tile(hdim: int, hdimv: int) -> DkdvTile:
     """The key-parallel kernel's tile for padded head dims."""
     return next(tile for d, dv, tile in DKDV_ROWS if hdim <= d and hdimv <= dv)
+
+
+# Key-parallel kernel that also adds up dQ; head dims beyond the last row use the two-kernel route.
+FUSED_ROWS = (
+    (64, 64, DkdvTile(128, 128, 2)),
+    (128, 128, DkdvTile(64, 128, 2)),
+)
+
+
+def choose_fused_tile(hdim: int, hdimv: int) -> DkdvTile | None:
+    """The tile of the key-parallel kernel with dQ, or None where dK, dV and dQ do not fit together."""
+    return next((tile for d, dv, tile in FUSED_ROWS if hdim <= d and hdimv <= dv), None)

@@ -1,0 +1,169 @@
+"""A consumer warpgroup that owns 64 keys and also computes half of a query block's dQ: head dims up to 128.
+
+All five GEMMs of specification 7.5. dS^T goes to shared memory, as dQ needs that of both warpgroups; a warpgroup then
+computes a 64 x 64 piece of dQ (half the rows, or half the columns) and mails it to the dQ writer. The next block's S is
+issued before the barrier that makes dS visible, so the tensor core is not idle there.
+"""
+
+from typing import Any
+
+from flash_hopper.device.barriers import all_consumers_sync, epilogue_sync, mail_arrive, mail_wait
+from flash_hopper.device.dsl import ELEMENT_TYPES, Float32, Int32, const_expr, cute, cutlass, warp, warpgroup
+from flash_hopper.device.gemm import issue
+from flash_hopper.device.layouts import acc_as_rows, transposed
+from flash_hopper.device.pipelines import consumer_state
+from flash_hopper.device.probabilities import grad_columns
+from flash_hopper.device.registers import to_operand
+from flash_hopper.geometry.tiles import TileCoord
+from flash_hopper.kernels.backward_dkdv.args import DkdvArgs, DkdvAtoms, Pipelines, SharedTensors
+from flash_hopper.kernels.backward_dkdv.consumer import KeyView, key_view, make_p
+from flash_hopper.kernels.backward_dkdv.epilogue import Epilogue
+from flash_hopper.kernels.backward_dkdv.fragments import (
+    DqSide,
+    GradSide,
+    ScoreSide,
+    dq_side,
+    grad_side,
+    issue_dk,
+    issue_dp,
+    issue_dv,
+    issue_s,
+    score_side,
+)
+from flash_hopper.kernels.backward_dkdv.schedule import query_schedule
+from flash_hopper.plan.backward import BackwardDkdvPlan
+from flash_hopper.plan.roles import TILE_SLOTS
+
+
+class FusedConsumer:
+    """`plan` is compile-time. `wg` counts consumers from 0 and is the band of keys; `thread` runs within it."""
+
+    def __init__(self, plan: BackwardDkdvPlan) -> None:
+        self.plan = plan
+        self.epilogue = Epilogue(plan)
+        self.is_ahead = plan.tile_m > 64
+
+    @cute.jit
+    def run(
+        self, args: DkdvArgs, atoms: DkdvAtoms, shared: SharedTensors, pipes: Pipelines, wg: Int32, thread: Int32
+    ) -> None:
+        """All tiles that the producer posts."""
+        plan = self.plan
+        scores, grads = score_side(plan, atoms, shared, wg), grad_side(plan, atoms, shared, wg)
+        dq = dq_side(plan, atoms, shared, wg)
+        keys_state, tile_state = consumer_state(1), consumer_state(TILE_SLOTS)
+        state = consumer_state(plan.stages)  # of Q and of dO, which advance together
+        coord = pipes.tiles.read(tile_state)
+        tile_state.advance()
+        while coord.block >= 0:
+            pipes.keys.consumer_wait(keys_state)
+            state = self.tile(args, atoms, shared, pipes, scores, grads, dq, coord, state, wg, thread)
+            all_consumers_sync(2)  # both warpgroups have finished their wgmmas on K
+            self.epilogue.stage(grads.acc_dK, atoms.mma_dk, args.scale, shared.sK[None, None, wg], wg, thread)
+            self.epilogue.store(
+                atoms.tma_dk, args.mdK, shared.sK[None, None, wg], plan.tile_hdim, coord, wg, thread
+            )
+            self.epilogue.stage(scores.acc_dV, atoms.mma_dv, Float32(1.0), shared.sV[None, None, wg], wg, thread)
+            self.epilogue.store(
+                atoms.tma_dv, args.mdV, shared.sV[None, None, wg], plan.tile_hdimv, coord, wg, thread
+            )
+            self.epilogue.wait_stored(thread)
+            pipes.keys.consumer_release(keys_state)
+            keys_state.advance()
+            coord = pipes.tiles.read(tile_state)
+            tile_state.advance()
+
+    @cute.jit
+    def tile(
+        self, args: DkdvArgs, atoms: DkdvAtoms, shared: SharedTensors, pipes: Pipelines, scores: ScoreSide,
+        grads: GradSide, dq: DqSide, coord: TileCoord, state: Any, wg: Int32, thread: Int32,
+    ) -> Any:  # fmt: skip
+        """One tile up to unscaled dK and dV; returns the cursor."""
+        view = key_view(self.plan, args, coord, wg, thread)
+        order = query_schedule(self.plan, args, coord)
+        total = order.count * (args.mQ.shape[2] // args.mK.shape[2])  # all query heads of the key head
+        scores.acc_dV.fill(0.0)
+        grads.acc_dK.fill(0.0)
+        if const_expr(self.is_ahead):
+            pipes.q.consumer_wait(state)
+            issue_s(atoms, scores, state)
+            warpgroup.wait_group(0)
+        m_block = order.first
+        for i in cutlass.range(total, unroll=1):
+            state = self.step(
+                args, atoms, shared, pipes, scores, grads, dq, view, state, m_block, i % 2, i + 1 < total, wg, thread
+            )
+            m_block = order.after(m_block)
+        return state
+
+    @cute.jit
+    def step(
+        self, args: DkdvArgs, atoms: DkdvAtoms, shared: SharedTensors, pipes: Pipelines, scores: ScoreSide,
+        grads: GradSide, dq: DqSide, view: KeyView, state: Any, m_block: Int32, ds_stage: Int32, has_next: Any,
+        wg: Int32, thread: Int32,
+    ) -> Any:  # fmt: skip
+        """One query block, whose scores are there, up to dQ, dK, dV; and the next block's scores."""
+        plan = self.plan
+        if const_expr(not self.is_ahead):
+            pipes.q.consumer_wait(state)
+            issue_s(atoms, scores, state)
+        pipes.do.consumer_wait(state)
+        issue_dp(atoms, grads, state)
+        if const_expr(not self.is_ahead):
+            warpgroup.wait_group(1)  # S
+        make_p(plan, args, shared, scores.acc_S, view, state.index, m_block)
+        if const_expr(plan.tile_m <= 64):  # dV runs while dS is made, where registers allow
+            to_operand(scores.acc_S, scores.tVrP, plan.dtype)
+            issue_dv(atoms, scores, state)
+            warpgroup.wait_group(1)  # dP
+        else:
+            warpgroup.wait_group(0)  # dP
+        grad_columns(
+            acc_as_rows(scores.acc_S), acc_as_rows(grads.acc_dP), shared.sDelta[None, state.index], view.lane_col
+        )
+        to_operand(grads.acc_dP, grads.tKrdS, plan.dtype)
+        if const_expr(plan.tile_m > 64):
+            to_operand(scores.acc_S, scores.tVrP, plan.dtype)
+            issue_dv(atoms, scores, state)
+        self.publish_ds(atoms, shared, grads, ds_stage, wg, thread)
+        ahead = state.clone()
+        ahead.advance()
+        if const_expr(self.is_ahead):
+            if has_next:
+                pipes.q.consumer_wait(ahead)
+            issue_s(atoms, scores, ahead)  # after the last block: old data, and nobody looks at the result
+        cute.arch.fence_proxy("async.shared", space="cta")  # dS, before wgmma reads it
+        all_consumers_sync(2)  # ... that of both warpgroups; both are past the dQ that read the other buffer
+        if const_expr(self.is_ahead):
+            warpgroup.wait_group(1)  # dV: its stage is free, and P's registers go to dQ
+            pipes.do.consumer_release(state)
+        issue(atoms.mma_dq, dq.acc_dQ, dq.tQrdS[None, None, None, ds_stage], dq.tQrKt, True)
+        issue_dk(atoms, grads, state)
+        if const_expr(not self.is_ahead):
+            warpgroup.wait_group(2)  # dV
+            pipes.do.consumer_release(state)
+        warpgroup.wait_group(1)  # dQ, and the next S
+        self.mail_dq(shared, dq, wg, thread)
+        warpgroup.wait_group(0)  # dK
+        pipes.q.consumer_release(state)
+        return ahead
+
+    @cute.jit
+    def publish_ds(
+        self, atoms: DkdvAtoms, shared: SharedTensors, grads: GradSide, stage: Int32, wg: Int32, thread: Int32
+    ) -> None:
+        """This warpgroup's rows of dS^T to shared memory."""
+        store_matrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), ELEMENT_TYPES[self.plan.dtype])
+        r2s = cute.make_tiled_copy_C(store_matrix, atoms.mma_s).get_slice(thread)
+        rows = cute.local_tile(shared.sdS[None, None, stage], (64, self.plan.tile_m), (wg, 0))
+        rdS = cute.make_tensor(grads.tKrdS.iterator, cute.make_layout(grads.acc_dP.shape))
+        cute.copy(r2s, r2s.retile(rdS), r2s.partition_D(rows))
+
+    @cute.jit
+    def mail_dq(self, shared: SharedTensors, dq: DqSide, wg: Int32, thread: Int32) -> None:
+        """This warpgroup's piece of dQ to the dQ writer."""
+        mail_wait(wg, is_full=False)
+        registers = cute.make_tensor(dq.acc_dQ.iterator, cute.make_layout((4, cute.size(dq.acc_dQ) // 4)))
+        cute.autovec_copy(registers, shared.sdQ[None, None, thread, wg])
+        cute.arch.fence_proxy("async.shared", space="cta")  # these writes, before the bulk reduction reads them
+        mail_arrive(wg, is_full=True)

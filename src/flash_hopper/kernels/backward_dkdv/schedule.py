@@ -1,0 +1,39 @@
+"""The order in which a tile of keys visits query blocks: the same for producer, consumers and dQ writer."""
+
+from typing import NamedTuple
+
+from flash_hopper.device.dsl import Int32, cute
+from flash_hopper.geometry.blocks import query_blocks
+from flash_hopper.geometry.tiles import TileCoord
+from flash_hopper.kernels.backward_dkdv.args import DkdvArgs
+from flash_hopper.plan.backward import BackwardDkdvPlan
+
+
+class QuerySchedule(NamedTuple):
+    """`count` blocks a query head, from `first` upwards, with a wrap from `end` to `start`."""
+
+    first: Int32
+    count: Int32
+    start: Int32
+    end: Int32
+
+    @cute.jit
+    def after(self, m_block: Int32) -> Int32:
+        """The block after `m_block`; after a head's last one, the next head's first."""
+        following = m_block + 1
+        if following == self.end:
+            following = Int32(self.start)
+        return following
+
+
+def query_schedule(plan: BackwardDkdvPlan, args: DkdvArgs, coord: TileCoord) -> QuerySchedule:
+    """Causal tiles start at the diagonal. Otherwise, where dQ is added up in memory, tiles of one head start at
+    different blocks, so that they do not add to the same rows at the same time."""
+    blocks = query_blocks(
+        coord.block * plan.tile_n, plan.tile_n, args.mQ.shape[0], args.mK.shape[0], plan.tile_m, plan.is_causal
+    )
+    count = blocks.end - blocks.start
+    first = Int32(blocks.start)
+    if plan.adds_dq and not plan.is_causal:
+        first = coord.block * count // args.n_blocks
+    return QuerySchedule(first, count, Int32(blocks.start), Int32(blocks.end))

@@ -1,0 +1,1 @@
+"""From the float32 accumulator of dQ to dQ: `kernel.py`."""

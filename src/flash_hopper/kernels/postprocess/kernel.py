@@ -1,0 +1,118 @@
+"""Postprocess of the backward: dQ = scale * accumulator, in the dtype of q (specification 7.3.2).
+
+The accumulator holds, per query block, two pieces of 64 x 64 in the register order of the warpgroups that added them up
+(`backward_dkdv/storage.py`), so each thread reads back what its counterpart held, 16 bytes at a time.
+"""
+
+from typing import Any
+
+from flash_hopper.device.dsl import (
+    ELEMENT_TYPES,
+    Float32,
+    Int32,
+    OperandMajorMode,
+    SmemAllocator,
+    cpasync,
+    cuda,
+    cute,
+    make_fake_stream,
+    make_fake_tensor,
+    make_trivial_tiled_mma,
+    warp,
+)
+from flash_hopper.device.layouts import seqlen_major, stacked, tile_layout
+from flash_hopper.device.pipelines import partition
+from flash_hopper.geometry.arith import ceil_div
+from flash_hopper.kernels.backward_dkdv.storage import DQ_PIECE, SWIZZLE_ALIGN, dq_by_thread
+from flash_hopper.plan.backward import PostprocessPlan
+from flash_hopper.plan.roles import WARPGROUP
+
+PIECE = 64
+
+
+class PostprocessKernel:
+    """One CTA of two warpgroups per query block of a head; each converts one piece."""
+
+    def __init__(self, plan: PostprocessPlan) -> None:
+        self.plan = plan
+        self.splits_rows = plan.tile_m > PIECE  # else the two pieces are the two halves of the columns
+
+    @cute.jit
+    def __call__(self, accumulator: cute.Tensor, dq: cute.Tensor, scale: Float32, stream: cuda.CUstream):
+        """accumulator: (batch, heads, rows * plan.tile_hdim) float32; dq: (batch, seqlen_q, heads, head_dim)."""
+        mdQ = seqlen_major(dq)
+        dtype = ELEMENT_TYPES[self.plan.dtype]
+        layout = tile_layout(PIECE, PIECE, dtype)
+        tma_dq, mdQ_tma = cpasync.make_tiled_tma_atom(
+            cpasync.CopyBulkTensorTileS2GOp(), mdQ, layout, (PIECE, PIECE)
+        )
+        m_blocks = ceil_div(mdQ.shape[0], self.plan.tile_m)
+        k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
+        mma = make_trivial_tiled_mma(dtype, dtype, k_major, mn_major, Float32, (1, 1, 1), (PIECE, PIECE))
+        self.kernel(accumulator, mdQ_tma, tma_dq, mma, scale, m_blocks).launch(
+            grid=[m_blocks * mdQ.shape[2] * mdQ.shape[3], 1, 1], block=[2 * WARPGROUP, 1, 1], stream=stream, use_pdl=True
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        mAccumulator: cute.Tensor,
+        mdQ: cute.Tensor,
+        tma_dq: cute.CopyAtom,
+        mma: cute.TiledMma,
+        scale: Float32,
+        m_blocks: Int32,
+    ):
+        dtype = ELEMENT_TYPES[self.plan.dtype]
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        wg = cute.arch.make_warp_uniform(thread // WARPGROUP)
+        pair = block // m_blocks
+        m_block, head, batch = block - pair * m_blocks, pair % mdQ.shape[2], pair // mdQ.shape[2]
+        layout = tile_layout(PIECE, PIECE, dtype)
+        staged = SmemAllocator().allocate_tensor(
+            dtype, stacked(layout, 2, PIECE * PIECE), SWIZZLE_ALIGN, layout.inner
+        )  # (64, 64, piece)
+        cute.arch.griddepcontrol_wait()  # the accumulator is complete
+        values = cute.local_tile(mAccumulator[batch, head, None], (2 * DQ_PIECE,), (m_block,))
+        pieces = cute.composition(values, dq_by_thread())
+        acc = cute.make_rmem_tensor(mma.partition_shape_C((PIECE, PIECE)), Float32)
+        registers = cute.make_tensor(acc.iterator, cute.make_layout((4, cute.size(acc) // 4)))
+        cute.autovec_copy(pieces[None, None, thread % WARPGROUP, wg], registers)
+        rdQ = cute.make_rmem_tensor_like(acc, dtype)
+        rdQ.store((acc.load() * scale).to(dtype))
+        store_matrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), dtype)
+        r2s = cute.make_tiled_copy_C(store_matrix, mma).get_slice(thread % WARPGROUP)
+        sdQ = staged[None, None, wg]
+        cute.copy(r2s, r2s.retile(rdQ), r2s.partition_D(sdQ))
+        cute.arch.fence_proxy("async.shared", space="cta")  # these writes, before the TMA store reads them
+        cute.arch.barrier()
+        if thread % WARPGROUP < 32:
+            coord = (m_block * 2 + wg, 0) if self.splits_rows else (m_block, wg)
+            gdQ = cute.local_tile(mdQ[None, None, head, batch], (PIECE, PIECE), coord)
+            dst, src = partition(tma_dq, gdQ, sdQ)
+            with cute.arch.elect_one():
+                cute.copy(tma_dq, src, dst)
+                cute.arch.cp_async_bulk_commit_group()
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+        cute.arch.griddepcontrol_launch_dependents()
+
+
+def placeholder_arguments(plan: PostprocessPlan) -> tuple[Any, ...]:
+    """Arguments for `cute.compile`."""
+    dtype = ELEMENT_TYPES[plan.dtype]
+    batch, heads = cute.sym_int32(), cute.sym_int32()
+    strides = (*(cute.sym_int64(divisibility=8) for _ in range(3)), 1)
+    return (
+        make_fake_tensor(
+            Float32,
+            (batch, heads, cute.sym_int32(divisibility=2 * DQ_PIECE)),
+            (cute.sym_int64(divisibility=2 * DQ_PIECE), cute.sym_int64(divisibility=2 * DQ_PIECE), 1),
+            assumed_align=16,
+        ),
+        make_fake_tensor(
+            dtype, (batch, cute.sym_int32(), heads, cute.sym_int32(divisibility=8)), strides, assumed_align=16
+        ),
+        Float32(1.0),
+        make_fake_stream(use_tvm_ffi_env_stream=True),
+    )
