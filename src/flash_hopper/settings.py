@@ -5,7 +5,7 @@
 | `FLASH_HOPPER_CACHE` | folder of compiled kernels, or `off` to keep none on disk | `flash-hopper` in the user cache folder |
 | `FLASH_HOPPER_PACK` | ready-made packs to serve kernels from, separated as in `PATH` | none |
 | `XDG_CACHE_HOME` | the user cache folder | `~/.cache` |
-| `CC` | C compiler that links compiled kernels | `cc`, `gcc` or `clang` on the path |
+| `CC` | C compiler that links compiled kernels; `none` (or what does not exist) leaves it to the DSL's loader | `cc`, `gcc` or `clang` on the path |
 | `CUDA_HOME`, `CUDA_PATH` | CUDA toolkit with the CUDA runtime to link and with cuobjdump and nvdisasm | `/usr/local/cuda` |
 | `CUTE_DSL_*` | settings of the compiler itself; those that change its output are part of every compile key | none |
 

@@ -319,6 +319,57 @@ def test_the_report_of_a_flawed_kernel_can_be_had_on_request(flaw):
     assert build(ScalePlan(3, flaw), trace, strict=False).report.faults
 
 
+def test_warnings_of_other_threads_during_a_compile_are_theirs_and_not_errors(plan, tmp_path):
+    done = threading.Event()
+
+    def warn_often() -> None:
+        while not done.is_set():
+            warnings.warn("something else", UserWarning, stacklevel=1)
+            time.sleep(0.001)
+
+    other = threading.Thread(target=warn_often)
+    other.start()
+    try:
+        with pytest.warns(UserWarning, match="something else"):
+            assert is_callable_kernel(new_store(tmp_path / "cache").get(plan))
+    finally:
+        done.set()
+        other.join()
+
+
+def test_compiling_leaves_the_exception_hook_and_the_warning_filters_of_the_program_alone(plan):
+    code = (
+        f"import sys, warnings; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "from standin_kernels import ScalePlan, trace; from flash_hopper.compile.build import build\n"
+        "def state(): return sys.excepthook, warnings.showwarning, warnings.filters[:]\n"
+        "sys.excepthook = lambda *a: None; before = state(); build(ScalePlan(3), trace); print(before == state())"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.stdout.strip() == "True", done.stderr
+
+
+@pytest.mark.parametrize("route", ["compile", "load"])
+def test_a_dsl_that_is_installed_but_broken_is_named_with_what_to_install(route, plan, tmp_path, monkeypatch):
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("CC", "none")
+    if route == "load":
+        new_store(folder).ensure(plan)
+        monkeypatch.setitem(sys.modules, "cutlass.cute.runtime", None)
+    else:
+        monkeypatch.setitem(sys.modules, "flash_hopper.compile.build", None)
+    with pytest.raises(MissingDependencyError, match=r"the DSL cannot be imported: .*pip install"):
+        new_store(folder).get(plan)
+
+
+def test_a_linker_that_fails_says_how_to_go_on(plan, tmp_path, monkeypatch):
+    monkeypatch.setenv("CC", "false")
+    with pytest.raises(CompileError, match="Set CC to another C compiler, or to 'none'"):
+        new_store(tmp_path / "cache").get(plan)
+    monkeypatch.setenv("CC", "none")
+    assert is_callable_kernel(new_store(tmp_path / "cache").get(plan))
+
+
 def test_a_dry_run_of_the_compiler_is_recognised(plan, tmp_path):
     code = (
         f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"

@@ -4,11 +4,13 @@ The only module of this folder that imports the DSL, and therefore imported late
 kernel is in no cache. Needs no GPU and no torch. One compile at a time a process: the compiler is single-threaded.
 """
 
+import contextlib
+import sys
 import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass.base_dsl.ast_helpers import DSLOptimizationWarning
+from cutlass.base_dsl.common import DSLWarning
 
 from flash_hopper.compile.key import Plan
 from flash_hopper.compile.report import PtxasReport, parse_report
@@ -67,8 +70,7 @@ def build(plan: Plan, trace: Trace | None = None, *, artifacts: bool = False, st
 def _compile(symbol: str, plan: Plan, trace: Trace, folder: Path, artifacts: bool) -> tuple[Any, PtxasReport]:
     report_file = folder / "report.yaml"
     options = compile_options(report_file, folder if artifacts else None)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with _watched() as warned:
         try:
             function, arguments = trace(plan)
             compiled = cute.compile(function, *arguments, options=options)
@@ -76,10 +78,37 @@ def _compile(symbol: str, plan: Plan, trace: Trace, folder: Path, artifacts: boo
             raise
         except Exception as error:
             raise CompileError(f"{symbol}: the compiler failed: {error}") from error
-    _check_warnings(symbol, caught)
+    if warned:
+        raise CompileError(f"{symbol}: the compiler warned for {GPU_ARCH}: {'; '.join(warned)}")
     if compiled is None:
         raise CompileError(f"{symbol}: the compiler made nothing; is CUTE_DSL_DRYRUN set?")
     return compiled, parse_report(report_file.read_text(encoding="utf-8"))
+
+
+@contextlib.contextmanager
+def _watched() -> Iterator[list[str]]:
+    """Collects the warnings that this thread gets from the DSL: each says that it ignored something it was given.
+
+    Other warnings, and those of other threads, go where they would have gone. The DSL's exception hook is taken off.
+    """
+    thread, hook, show = threading.get_ident(), sys.excepthook, warnings.showwarning
+    ignored: list[str] = []
+
+    def note(message: Warning | str, category: type[Warning], *place: Any, **line: Any) -> None:
+        is_of_dsl = category is UserWarning or category.__module__.startswith("cutlass")
+        if threading.get_ident() != thread or not is_of_dsl:
+            show(message, category, *place, **line)
+        elif category is not DSLOptimizationWarning:  # advice on compile time, for loops that are long on purpose
+            ignored.append(str(message))
+
+    try:
+        with warnings.catch_warnings():
+            for category in (UserWarning, DSLWarning, DSLOptimizationWarning):
+                warnings.simplefilter("always", category)
+            warnings.showwarning = note
+            yield ignored
+    finally:
+        sys.excepthook = hook
 
 
 def _check_compiler() -> None:
@@ -91,18 +120,3 @@ def _check_compiler() -> None:
             f"the DSL imported from {cutlass.__file__} is {' '.join(found)}, the one installed is "
             f"{expected.dsl_version} {expected.flavour}; restart Python after an installation"
         )
-
-
-def _check_warnings(symbol: str, caught: list[warnings.WarningMessage]) -> None:
-    """A warning of the DSL says that it ignored something it was given: an error. Those of others are handed on."""
-    ignored = [str(w.message) for w in caught if w.category is UserWarning or _is_of_dsl(w.category)]
-    if ignored:
-        raise CompileError(f"{symbol}: the compiler warned for {GPU_ARCH}: {'; '.join(ignored)}")
-    for warning in caught:
-        # advice on compile time is for the author of a loop that is long on purpose
-        if warning.category is not DSLOptimizationWarning:
-            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
-
-
-def _is_of_dsl(category: type[Warning]) -> bool:
-    return category.__module__.startswith("cutlass") and category is not DSLOptimizationWarning

@@ -107,7 +107,10 @@ def link(objects: Sequence[Path], out: Path, kit: Toolkit) -> None:
         command = [*found.command, *_FLAGS, "-o", str(out), *map(str, objects), str(shim), str(kit.runtime_archive)]
         done = subprocess.run([*command, *found.runtime_arguments], capture_output=True, text=True, check=False)
     if done.returncode:
-        raise CompileError(f"{' '.join(found.command)} could not link {out.name}: {done.stderr.strip()}")
+        raise CompileError(
+            f"{' '.join(found.command)} could not link {out.name}: {done.stderr.strip()}\nSet CC to another C compiler, or to "
+            "'none' to load kernels through the DSL"
+        )
 
 
 def cuda_runtime(major: int) -> Path | None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from flash_hopper.compile.target import INSTALL_FFI, require_ffi
+from flash_hopper.compile.target import INSTALL, INSTALL_FFI, require_ffi, wanted_flavour
 from flash_hopper.problem.errors import CacheError, MissingDependencyError
 
 Kernel = Callable[..., None]
@@ -27,9 +27,7 @@ def load_library(path: Path) -> Any:
     tvm_ffi = import_ffi()
     try:
         if path.suffix == ".o":
-            from cutlass.cute.runtime import load_module
-
-            return load_module(str(path), enable_tvm_ffi=True)
+            return _dsl_loader()(str(path), enable_tvm_ffi=True)
         # tvm-ffi finds a library by its absolute path only
         return tvm_ffi.load_module(str(path.resolve()))
     except (OSError, RuntimeError) as error:
@@ -42,6 +40,15 @@ def _function(path: Path, library: Any, symbol: str) -> Kernel:
     except (AttributeError, RuntimeError) as error:
         raise CacheError(f"{path} has no kernel {symbol}: {error}") from error
     return kernel
+
+
+def _dsl_loader() -> Callable[..., Any]:
+    try:
+        from cutlass.cute.runtime import load_module
+    except ImportError as error:
+        raise MissingDependencyError(f"the DSL cannot be imported: {error}; {INSTALL[wanted_flavour()]}") from error
+    loader: Callable[..., Any] = load_module
+    return loader
 
 
 def import_ffi() -> Any:

@@ -17,7 +17,6 @@ from flash_hopper import settings
 from flash_hopper.compile.disk import DiskCache
 from flash_hopper.compile.key import Plan
 from flash_hopper.compile.store import KernelStore
-from flash_hopper.compile.target import toolkit
 from flash_hopper.problem.errors import CacheError, CompileError
 
 if TYPE_CHECKING:
@@ -56,12 +55,23 @@ def compile_into(
     `jobs` worker processes (default: one a core). Raises MissingDependencyError, CacheError if the folder cannot be
     written or, for the first plan that fails, CompileError.
     """
-    toolkit()
-    paths = map_plans(_ensure, plans, jobs, progress, str(folder), suffix, trace)
-    elsewhere = [path for path in paths if path.parent != folder]
-    if elsewhere:
-        raise CacheError(f"{folder} could not be written, {len(elsewhere)} kernels were lost; is the disk full?")
-    return paths
+    store, unique = KernelStore(folder), list(dict.fromkeys(plans))
+    found = {plan: path for plan in unique if (path := store.find(plan, suffix)) is not None}
+    missing = [plan for plan in unique if plan not in found]
+    tell: Progress = progress or (lambda name, done, total: None)
+    for done, plan in enumerate(found, 1):
+        tell(plan.name, done, len(unique))
+    already = len(found)
+
+    def advance(name: str, done: int, _: int) -> None:
+        tell(name, already + done, len(unique))
+
+    made = map_plans(_ensure, missing, jobs, advance, str(folder), suffix, trace)
+    lost = [path for path in made if path.parent != folder]
+    if lost:
+        raise CacheError(f"{folder} could not be written, {len(lost)} kernels were lost; is the disk full?")
+    found.update(zip(missing, made, strict=True))
+    return [found[plan] for plan in plans]
 
 
 def map_plans(
@@ -72,7 +82,9 @@ def map_plans(
     *arguments: Any,
 ) -> list[Result]:
     """[function(plan, *arguments) for plan in plans] in worker processes; `function` is one that can be pickled."""
-    workers = max(1, min(jobs or os.cpu_count() or 1, len(plans)))
+    if not plans:
+        return []
+    workers = min(jobs or os.cpu_count() or 1, len(plans))
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context) as pool:
         futures = {pool.submit(function, plan, *arguments): i for i, plan in enumerate(plans)}

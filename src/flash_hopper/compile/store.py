@@ -11,7 +11,7 @@ import shutil
 import tempfile
 import threading
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,7 +22,7 @@ from flash_hopper.compile.key import Plan, kernel_key, plan_text
 from flash_hopper.compile.link import link, linker
 from flash_hopper.compile.load import Kernel, load_function
 from flash_hopper.compile.packfile import Pack, open_pack
-from flash_hopper.compile.target import Toolkit, toolkit
+from flash_hopper.compile.target import INSTALL, Toolkit, toolkit, wanted_flavour
 from flash_hopper.problem.errors import CacheError, MissingDependencyError
 
 if TYPE_CHECKING:
@@ -59,17 +59,21 @@ class KernelStore:
                 self._kernels[plan] = kernel
         return kernel
 
+    def find(self, plan: Plan, suffix: str | None = None) -> Path | None:
+        """As `ensure`, or None if the disk cache has no such file."""
+        kit = self._toolkit(plan)
+        return _stored(self._current_cache(), stem_of(plan.name, kernel_key(plan, kit)), kit, suffix)
+
     def ensure(self, plan: Plan, suffix: str | None = None) -> Path:
         """The intact file in the disk cache that holds the kernel of a plan, compiled if it is not there yet.
 
         `suffix`: OBJECT or LIBRARY; None takes what is to be loaded here.
         """
-        kit = self._toolkit(plan)
-        stem = stem_of(plan.name, kernel_key(plan, kit))
-        cache = self._current_cache()
-        found = _stored(cache, stem, kit, suffix)
+        found = self.find(plan, suffix)
         if found is not None:
             return found
+        kit, cache = self._toolkit(plan), self._current_cache()
+        stem = stem_of(plan.name, kernel_key(plan, kit))
         try:
             with cache.locked(stem):
                 return _stored(cache, stem, kit, suffix) or self._make(cache, plan, kit, suffix)
@@ -95,8 +99,7 @@ class KernelStore:
         key = kernel_key(plan, kit)
         record = cache.record(stem_of(plan.name, key))
         if record is None or not cache.has(record, OBJECT):
-            from flash_hopper.compile.build import build
-
+            build = _compiler()
             built = build(plan, self._trace)
             record = cache.write_object(_record(plan, key, kit, built), built.object_code)
         if suffix == OBJECT or (suffix is None and linker(kit) is None):
@@ -150,6 +153,15 @@ def default_store() -> KernelStore:
 
 _default: KernelStore | None = None
 _default_lock = threading.Lock()
+
+
+def _compiler() -> "Callable[..., Built]":
+    """The compiler, imported only when it is needed. Raises MissingDependencyError if the DSL is there but broken."""
+    try:
+        from flash_hopper.compile.build import build
+    except ImportError as error:
+        raise MissingDependencyError(f"the DSL cannot be imported: {error}; {INSTALL[wanted_flavour()]}") from error
+    return build
 
 
 def _stored(cache: DiskCache, stem: str, kit: Toolkit, suffix: str | None) -> Path | None:
