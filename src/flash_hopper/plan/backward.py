@@ -85,7 +85,8 @@ class BackwardDkdvPlan:
     tile_hdimv: int
     tile_m: int
     tile_n: int
-    stages: int
+    q_stages: int
+    do_stages: int
     splits_roles: bool
     is_deferred: bool
     adds_dq: bool
@@ -104,7 +105,7 @@ class BackwardDkdvPlan:
         """Readable and unique among these plans."""
         return (
             f"backward_dkdv_{self.dtype}_d{self.tile_hdim}_dv{self.tile_hdimv}_{self.tile_m}x{self.tile_n}"
-            f"_s{self.stages}_{'causal' if self.is_causal else 'full'}_{self.scheduler}"
+            f"_q{self.q_stages}do{self.do_stages}_{'causal' if self.is_causal else 'full'}_{self.scheduler}"
             + ("_split" if self.splits_roles else "_deferred" if self.is_deferred else "_dq" if self.adds_dq else "")
         )
 
@@ -148,7 +149,7 @@ def plan_backward(problem: AttentionProblem, has_dlse: bool, is_deterministic: b
         return BackwardPlans(
             PreprocessPlan(dtype, threads_per_row, has_dlse, padded),
             BackwardDkdvPlan(
-                dtype, padded, hdimv, fused.m, fused.n, fused.stages, False, False, True, scheduler, problem.causal
+                dtype, padded, hdimv, fused.m, fused.n, fused.q_stages, fused.do_stages, False, False, True, scheduler, problem.causal
             ),
             None,
             PostprocessPlan(dtype, fused.m, padded),
@@ -157,7 +158,7 @@ def plan_backward(problem: AttentionProblem, has_dlse: bool, is_deterministic: b
     return BackwardPlans(
         PreprocessPlan(dtype, threads_per_row, has_dlse, 0),
         BackwardDkdvPlan(
-            dtype, hdim, hdimv, dkdv.m, dkdv.n, dkdv.stages, dkdv.splits_roles, dkdv.is_deferred, False, scheduler,
+            dtype, hdim, hdimv, dkdv.m, dkdv.n, dkdv.q_stages, dkdv.do_stages, dkdv.splits_roles, dkdv.is_deferred, False, scheduler,
             problem.causal,
         ),
         BackwardDqPlan(

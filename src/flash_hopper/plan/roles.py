@@ -108,8 +108,8 @@ def backward_dkdv_pipelines(plan: BackwardDkdvPlan) -> dict[str, PipelineSpec]:
     size = plan.dtype.itemsize
     specs = [
         PipelineSpec("keys", 1, warps, plan.tile_n * (plan.tile_hdim + plan.tile_hdimv) * size),
-        PipelineSpec("q", plan.stages, warps, plan.tile_m * (plan.tile_hdim * size + STATISTIC_BYTES)),
-        PipelineSpec("do", plan.stages, warps, plan.tile_m * (plan.tile_hdimv * size + STATISTIC_BYTES)),
+        PipelineSpec("q", plan.q_stages, warps, plan.tile_m * (plan.tile_hdim * size + STATISTIC_BYTES)),
+        PipelineSpec("do", plan.do_stages, warps, plan.tile_m * (plan.tile_hdimv * size + STATISTIC_BYTES)),
         PipelineSpec("tile", TILE_SLOTS, warps + plan.adds_dq, 0),  # the dQ writer reads coordinates, too
     ]
     return {spec.name: spec for spec in specs}

@@ -61,3 +61,17 @@ class Pipelines(NamedTuple):
     q: Any
     do: Any
     tiles: TileMailbox
+
+
+class Cursors(NamedTuple):
+    """Positions in the pipelines of Q and dO, kept over tiles."""
+
+    q: Any
+    do: Any
+
+    def ahead(self) -> "Cursors":
+        """The positions one block on."""
+        q, do = self.q.clone(), self.do.clone()
+        q.advance()
+        do.advance()
+        return Cursors(q, do)

@@ -15,7 +15,7 @@ from flash_hopper.device.probabilities import grad_columns, recompute_columns
 from flash_hopper.device.registers import to_operand
 from flash_hopper.geometry.blocks import first_query, query_blocks
 from flash_hopper.geometry.tiles import TileCoord
-from flash_hopper.kernels.backward_dkdv.args import DkdvArgs, DkdvAtoms, Pipelines, SharedTensors
+from flash_hopper.kernels.backward_dkdv.args import Cursors, DkdvArgs, DkdvAtoms, Pipelines, SharedTensors
 from flash_hopper.kernels.backward_dkdv.epilogue import Epilogue
 from flash_hopper.kernels.backward_dkdv.fragments import (
     GradSide,
@@ -79,12 +79,12 @@ class Consumer:
         plan = self.plan
         scores, grads = score_side(plan, atoms, shared, wg), grad_side(plan, atoms, shared, wg)
         keys_state, tile_state = consumer_state(1), consumer_state(TILE_SLOTS)
-        state = consumer_state(plan.stages)  # of Q and of dO, which advance together
+        at = Cursors(consumer_state(plan.q_stages), consumer_state(plan.do_stages))
         coord = pipes.tiles.read(tile_state)
         tile_state.advance()
         while coord.block >= 0:
             pipes.keys.consumer_wait(keys_state)
-            state = self.tile(args, atoms, shared, pipes, scores, grads, coord, state, wg, thread)
+            at = self.tile(args, atoms, shared, pipes, scores, grads, coord, at, wg, thread)
             epilogue_sync(wg)  # every warp of the warpgroup has finished its wgmmas on K and V
             self.epilogue.stage(grads.acc_dK, atoms.mma_dk, args.scale, shared.sK[None, None, wg], wg, thread)
             self.epilogue.store(
@@ -103,9 +103,9 @@ class Consumer:
     @cute.jit
     def tile(
         self, args: DkdvArgs, atoms: DkdvAtoms, shared: SharedTensors, pipes: Pipelines, scores: ScoreSide,
-        grads: GradSide, coord: TileCoord, state: Any, wg: Int32, thread: Int32,
-    ) -> Any:  # fmt: skip
-        """One tile up to unscaled dK and dV; returns the cursor."""
+        grads: GradSide, coord: TileCoord, at: Cursors, wg: Int32, thread: Int32,
+    ) -> Cursors:  # fmt: skip
+        """One tile up to unscaled dK and dV; returns the cursors."""
         plan = self.plan
         view = key_view(plan, args, coord, wg, thread)
         order = query_schedule(plan, args, coord)
@@ -114,66 +114,65 @@ class Consumer:
         grads.acc_dK.fill(0.0)
         m_block = order.first
         if const_expr(plan.is_deferred):
-            self.first_deferred(args, atoms, shared, pipes, scores, grads, view, state, m_block)
+            self.first_deferred(args, atoms, shared, pipes, scores, grads, view, at, m_block)
             total = total - 1
         for _ in cutlass.range(total, unroll=1):
             if const_expr(plan.is_deferred):
                 m_block = order.after(m_block)
-                state = self.step_deferred(args, atoms, shared, pipes, scores, grads, view, state, m_block)
+                at = self.step_deferred(args, atoms, shared, pipes, scores, grads, view, at, m_block)
             else:
-                state = self.step(args, atoms, shared, pipes, scores, grads, view, state, m_block)
+                at = self.step(args, atoms, shared, pipes, scores, grads, view, at, m_block)
                 m_block = order.after(m_block)
         if const_expr(plan.is_deferred):
-            issue_dv(atoms, scores, state)
-            issue_dk(atoms, grads, state)
+            issue_dv(atoms, scores, at.do)
+            issue_dk(atoms, grads, at.q)
             warpgroup.wait_group(0)
-            pipes.do.consumer_release(state)
-            pipes.q.consumer_release(state)
-            state.advance()
-        return state
+            pipes.do.consumer_release(at.do)
+            pipes.q.consumer_release(at.q)
+            at = at.ahead()
+        return at
 
     @cute.jit
     def step(
         self, args: DkdvArgs, atoms: DkdvAtoms, shared: SharedTensors, pipes: Pipelines, scores: ScoreSide,
-        grads: GradSide, view: KeyView, state: Any, m_block: Int32,
-    ) -> Any:  # fmt: skip
+        grads: GradSide, view: KeyView, at: Cursors, m_block: Int32,
+    ) -> Cursors:  # fmt: skip
         """Prompt schedule, one query block from S to dV and dK."""
-        pipes.q.consumer_wait(state)
-        issue_s(atoms, scores, state)
-        pipes.do.consumer_wait(state)
-        issue_dp(atoms, grads, state)
+        pipes.q.consumer_wait(at.q)
+        issue_s(atoms, scores, at.q)
+        pipes.do.consumer_wait(at.do)
+        issue_dp(atoms, grads, at.do)
         warpgroup.wait_group(1)  # S
-        make_p(self.plan, args, shared, scores.acc_S, view, state.index, m_block)
+        make_p(self.plan, args, shared, scores.acc_S, view, at.q.index, m_block)
         to_operand(scores.acc_S, scores.tVrP, self.plan.dtype)
-        issue_dv(atoms, scores, state)
+        issue_dv(atoms, scores, at.do)
         warpgroup.wait_group(1)  # dP
         grad_columns(
-            acc_as_rows(scores.acc_S), acc_as_rows(grads.acc_dP), shared.sDelta[None, state.index], view.lane_col
+            acc_as_rows(scores.acc_S), acc_as_rows(grads.acc_dP), shared.sDelta[None, at.do.index], view.lane_col
         )
         to_operand(grads.acc_dP, grads.tKrdS, self.plan.dtype)
-        issue_dk(atoms, grads, state)
+        issue_dk(atoms, grads, at.q)
         warpgroup.wait_group(1)  # dV
-        pipes.do.consumer_release(state)
+        pipes.do.consumer_release(at.do)
         warpgroup.wait_group(0)  # dK
-        pipes.q.consumer_release(state)
-        state.advance()
-        return state
+        pipes.q.consumer_release(at.q)
+        return at.ahead()
 
     @cute.jit
     def first_deferred(
         self, args: DkdvArgs, atoms: DkdvAtoms, shared: SharedTensors, pipes: Pipelines, scores: ScoreSide,
-        grads: GradSide, view: KeyView, state: Any, m_block: Int32,
+        grads: GradSide, view: KeyView, at: Cursors, m_block: Int32,
     ) -> None:  # fmt: skip
         """Deferred schedule, set-up: P and dS of the first block."""
-        pipes.q.consumer_wait(state)
-        issue_s(atoms, scores, state)
-        pipes.do.consumer_wait(state)
-        issue_dp(atoms, grads, state)
+        pipes.q.consumer_wait(at.q)
+        issue_s(atoms, scores, at.q)
+        pipes.do.consumer_wait(at.do)
+        issue_dp(atoms, grads, at.do)
         warpgroup.wait_group(1)
-        make_p(self.plan, args, shared, scores.acc_S, view, state.index, m_block)
+        make_p(self.plan, args, shared, scores.acc_S, view, at.q.index, m_block)
         warpgroup.wait_group(0)
         grad_columns(
-            acc_as_rows(scores.acc_S), acc_as_rows(grads.acc_dP), shared.sDelta[None, state.index], view.lane_col
+            acc_as_rows(scores.acc_S), acc_as_rows(grads.acc_dP), shared.sDelta[None, at.do.index], view.lane_col
         )
         to_operand(scores.acc_S, scores.tVrP, self.plan.dtype)
         to_operand(grads.acc_dP, grads.tKrdS, self.plan.dtype)
@@ -181,26 +180,25 @@ class Consumer:
     @cute.jit
     def step_deferred(
         self, args: DkdvArgs, atoms: DkdvAtoms, shared: SharedTensors, pipes: Pipelines, scores: ScoreSide,
-        grads: GradSide, view: KeyView, state: Any, m_block: Int32,
-    ) -> Any:  # fmt: skip
-        """Deferred schedule, steady state: S and dP of `m_block`, dV and dK of the block before it, at which `state` stands."""
-        ahead = state.clone()
-        ahead.advance()
-        pipes.q.consumer_wait(ahead)
-        issue_s(atoms, scores, ahead)
-        pipes.do.consumer_wait(ahead)
-        issue_dp(atoms, grads, ahead)
-        issue_dv(atoms, scores, state)
-        issue_dk(atoms, grads, state)
+        grads: GradSide, view: KeyView, at: Cursors, m_block: Int32,
+    ) -> Cursors:  # fmt: skip
+        """Deferred schedule, steady state: S and dP of `m_block`, dV and dK of the block before it, at which `at` stands."""
+        ahead = at.ahead()
+        pipes.q.consumer_wait(ahead.q)
+        issue_s(atoms, scores, ahead.q)
+        pipes.do.consumer_wait(ahead.do)
+        issue_dp(atoms, grads, ahead.do)
+        issue_dv(atoms, scores, at.do)
+        issue_dk(atoms, grads, at.q)
         warpgroup.wait_group(3)  # S
-        make_p(self.plan, args, shared, scores.acc_S, view, ahead.index, m_block)
+        make_p(self.plan, args, shared, scores.acc_S, view, ahead.q.index, m_block)
         warpgroup.wait_group(2)  # dP
         grad_columns(
-            acc_as_rows(scores.acc_S), acc_as_rows(grads.acc_dP), shared.sDelta[None, ahead.index], view.lane_col
+            acc_as_rows(scores.acc_S), acc_as_rows(grads.acc_dP), shared.sDelta[None, ahead.do.index], view.lane_col
         )
         warpgroup.wait_group(0)  # dV and dK: their stage is free, and P and dS may be overwritten
-        pipes.do.consumer_release(state)
-        pipes.q.consumer_release(state)
+        pipes.do.consumer_release(at.do)
+        pipes.q.consumer_release(at.q)
         to_operand(scores.acc_S, scores.tVrP, self.plan.dtype)
         to_operand(grads.acc_dP, grads.tKrdS, self.plan.dtype)
         return ahead

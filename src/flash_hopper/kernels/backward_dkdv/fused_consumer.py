@@ -15,7 +15,7 @@ from flash_hopper.device.pipelines import consumer_state
 from flash_hopper.device.probabilities import grad_columns
 from flash_hopper.device.registers import to_operand
 from flash_hopper.geometry.tiles import TileCoord
-from flash_hopper.kernels.backward_dkdv.args import DkdvArgs, DkdvAtoms, Pipelines, SharedTensors
+from flash_hopper.kernels.backward_dkdv.args import Cursors, DkdvArgs, DkdvAtoms, Pipelines, SharedTensors
 from flash_hopper.kernels.backward_dkdv.consumer import KeyView, key_view, make_p
 from flash_hopper.kernels.backward_dkdv.epilogue import Epilogue
 from flash_hopper.kernels.backward_dkdv.fragments import (
@@ -52,12 +52,12 @@ class FusedConsumer:
         scores, grads = score_side(plan, atoms, shared, wg), grad_side(plan, atoms, shared, wg)
         dq = dq_side(plan, atoms, shared, wg)
         keys_state, tile_state = consumer_state(1), consumer_state(TILE_SLOTS)
-        state = consumer_state(plan.stages)  # of Q and of dO, which advance together
+        at = Cursors(consumer_state(plan.q_stages), consumer_state(plan.do_stages))
         coord = pipes.tiles.read(tile_state)
         tile_state.advance()
         while coord.block >= 0:
             pipes.keys.consumer_wait(keys_state)
-            state = self.tile(args, atoms, shared, pipes, scores, grads, dq, coord, state, wg, thread)
+            at = self.tile(args, atoms, shared, pipes, scores, grads, dq, coord, at, wg, thread)
             all_consumers_sync(2)  # both warpgroups have finished their wgmmas on K
             self.epilogue.stage(grads.acc_dK, atoms.mma_dk, args.scale, shared.sK[None, None, wg], wg, thread)
             self.epilogue.store(
@@ -76,76 +76,75 @@ class FusedConsumer:
     @cute.jit
     def tile(
         self, args: DkdvArgs, atoms: DkdvAtoms, shared: SharedTensors, pipes: Pipelines, scores: ScoreSide,
-        grads: GradSide, dq: DqSide, coord: TileCoord, state: Any, wg: Int32, thread: Int32,
-    ) -> Any:  # fmt: skip
-        """One tile up to unscaled dK and dV; returns the cursor."""
+        grads: GradSide, dq: DqSide, coord: TileCoord, at: Cursors, wg: Int32, thread: Int32,
+    ) -> Cursors:  # fmt: skip
+        """One tile up to unscaled dK and dV; returns the cursors."""
         view = key_view(self.plan, args, coord, wg, thread)
         order = query_schedule(self.plan, args, coord)
         total = order.count * (args.mQ.shape[2] // args.mK.shape[2])  # all query heads of the key head
         scores.acc_dV.fill(0.0)
         grads.acc_dK.fill(0.0)
         if const_expr(self.is_ahead):
-            pipes.q.consumer_wait(state)
-            issue_s(atoms, scores, state)
+            pipes.q.consumer_wait(at.q)
+            issue_s(atoms, scores, at.q)
             warpgroup.wait_group(0)
         m_block = order.first
         for i in cutlass.range(total, unroll=1):
-            state = self.step(
-                args, atoms, shared, pipes, scores, grads, dq, view, state, m_block, i % 2, i + 1 < total, wg, thread
+            at = self.step(
+                args, atoms, shared, pipes, scores, grads, dq, view, at, m_block, i % 2, i + 1 < total, wg, thread
             )
             m_block = order.after(m_block)
-        return state
+        return at
 
     @cute.jit
     def step(
         self, args: DkdvArgs, atoms: DkdvAtoms, shared: SharedTensors, pipes: Pipelines, scores: ScoreSide,
-        grads: GradSide, dq: DqSide, view: KeyView, state: Any, m_block: Int32, ds_stage: Int32, has_next: Any,
+        grads: GradSide, dq: DqSide, view: KeyView, at: Cursors, m_block: Int32, ds_stage: Int32, has_next: Any,
         wg: Int32, thread: Int32,
-    ) -> Any:  # fmt: skip
+    ) -> Cursors:  # fmt: skip
         """One query block, whose scores are there, up to dQ, dK, dV; and the next block's scores."""
         plan = self.plan
         if const_expr(not self.is_ahead):
-            pipes.q.consumer_wait(state)
-            issue_s(atoms, scores, state)
-        pipes.do.consumer_wait(state)
-        issue_dp(atoms, grads, state)
+            pipes.q.consumer_wait(at.q)
+            issue_s(atoms, scores, at.q)
+        pipes.do.consumer_wait(at.do)
+        issue_dp(atoms, grads, at.do)
         if const_expr(not self.is_ahead):
             warpgroup.wait_group(1)  # S
-        make_p(plan, args, shared, scores.acc_S, view, state.index, m_block)
+        make_p(plan, args, shared, scores.acc_S, view, at.q.index, m_block)
         if const_expr(plan.tile_m <= 64):  # dV runs while dS is made, where registers allow
             to_operand(scores.acc_S, scores.tVrP, plan.dtype)
-            issue_dv(atoms, scores, state)
+            issue_dv(atoms, scores, at.do)
             warpgroup.wait_group(1)  # dP
         else:
             warpgroup.wait_group(0)  # dP
         grad_columns(
-            acc_as_rows(scores.acc_S), acc_as_rows(grads.acc_dP), shared.sDelta[None, state.index], view.lane_col
+            acc_as_rows(scores.acc_S), acc_as_rows(grads.acc_dP), shared.sDelta[None, at.do.index], view.lane_col
         )
         to_operand(grads.acc_dP, grads.tKrdS, plan.dtype)
         if const_expr(plan.tile_m > 64):
             to_operand(scores.acc_S, scores.tVrP, plan.dtype)
-            issue_dv(atoms, scores, state)
+            issue_dv(atoms, scores, at.do)
         self.publish_ds(atoms, shared, grads, ds_stage, wg, thread)
-        ahead = state.clone()
-        ahead.advance()
+        ahead = at.ahead()
         if const_expr(self.is_ahead):
             if has_next:
-                pipes.q.consumer_wait(ahead)
-            issue_s(atoms, scores, ahead)  # after the last block: old data, and nobody looks at the result
+                pipes.q.consumer_wait(ahead.q)
+            issue_s(atoms, scores, ahead.q)  # after the last block: old data, and nobody looks at the result
         cute.arch.fence_proxy("async.shared", space="cta")  # dS, before wgmma reads it
         all_consumers_sync(2)  # ... that of both warpgroups; both are past the dQ that read the other buffer
         if const_expr(self.is_ahead):
             warpgroup.wait_group(1)  # dV: its stage is free, and P's registers go to dQ
-            pipes.do.consumer_release(state)
+            pipes.do.consumer_release(at.do)
         issue(atoms.mma_dq, dq.acc_dQ, dq.tQrdS[None, None, None, ds_stage], dq.tQrKt, True)
-        issue_dk(atoms, grads, state)
+        issue_dk(atoms, grads, at.q)
         if const_expr(not self.is_ahead):
             warpgroup.wait_group(2)  # dV
-            pipes.do.consumer_release(state)
+            pipes.do.consumer_release(at.do)
         warpgroup.wait_group(1)  # dQ, and the next S
         self.mail_dq(shared, dq, wg, thread)
         warpgroup.wait_group(0)  # dK
-        pipes.q.consumer_release(state)
+        pipes.q.consumer_release(at.q)
         return ahead
 
     @cute.jit

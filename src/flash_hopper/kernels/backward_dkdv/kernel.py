@@ -53,8 +53,8 @@ class BackwardDkdvKernel:
     |---|---|---|---|---|
     | tile | 2 | producer lane, 1 arrival | coordinates | 1 arrival a consumer warp, when read |
     | keys | 1 | TMA, K and V | tile_n x (tile_hdim + tile_hdimv) | 1 a consumer warp, when its stores have read the buffers |
-    | q | plan.stages | TMA, Q and LSE | tile_m x (tile_hdim + 4 bytes) | 1 a consumer warp, when S and dK are done |
-    | do | plan.stages | TMA, dO and D | tile_m x (tile_hdimv + 4 bytes) | 1 a consumer warp, when dP and dV are done |
+    | q | plan.q_stages | TMA, Q and LSE | tile_m x (tile_hdim + 4 bytes) | 1 a consumer warp, when S and dK are done |
+    | do | plan.do_stages | TMA, dO and D | tile_m x (tile_hdimv + 4 bytes) | 1 a consumer warp, when dP and dV are done |
 
     Producer, per tile: post its coordinates, ask for the next tile, load K and V; per query head and block: Q, dO.
     Consumers: `consumer.py`; `split_consumer.py` for head dims above 128; `fused_consumer.py` if dQ is added up here as

@@ -26,7 +26,7 @@ class Producer:
         """All tiles of this CTA, then the end marker for the consumers."""
         plan = self.plan
         keys_state, tile_state = producer_state(1), producer_state(TILE_SLOTS)
-        q_state, do_state = producer_state(plan.stages), producer_state(plan.stages)
+        q_state, do_state = producer_state(plan.q_stages), producer_state(plan.do_stages)
         heads_k, batch = cute.size(args.mK, mode=[2]), cute.size(args.mK, mode=[3])
         group = cute.size(args.mQ, mode=[2]) // heads_k
         tile = scheduler.first()

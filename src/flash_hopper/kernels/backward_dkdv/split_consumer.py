@@ -13,7 +13,7 @@ from flash_hopper.device.pipelines import consumer_state
 from flash_hopper.device.probabilities import grad_columns
 from flash_hopper.device.registers import to_operand
 from flash_hopper.geometry.tiles import TileCoord
-from flash_hopper.kernels.backward_dkdv.args import DkdvArgs, DkdvAtoms, Pipelines, SharedTensors
+from flash_hopper.kernels.backward_dkdv.args import Cursors, DkdvArgs, DkdvAtoms, Pipelines, SharedTensors
 from flash_hopper.kernels.backward_dkdv.consumer import key_view, make_p
 from flash_hopper.kernels.backward_dkdv.epilogue import Epilogue
 from flash_hopper.kernels.backward_dkdv.fragments import (
@@ -57,7 +57,8 @@ class SplitConsumer:
         """Warpgroup 0: P and dV."""
         plan = self.plan
         side = score_side(plan, atoms, shared, Int32(0))
-        keys_state, tile_state, state = consumer_state(1), consumer_state(TILE_SLOTS), consumer_state(plan.stages)
+        keys_state, tile_state = consumer_state(1), consumer_state(TILE_SLOTS)
+        at = Cursors(consumer_state(plan.q_stages), consumer_state(plan.do_stages))
         coord = pipes.tiles.read(tile_state)
         tile_state.advance()
         while coord.block >= 0:
@@ -68,18 +69,18 @@ class SplitConsumer:
             total = order.count * (args.mQ.shape[2] // args.mK.shape[2])  # all query heads of the key head
             side.acc_dV.fill(0.0)
             for _ in cutlass.range(total, unroll=1):
-                pipes.q.consumer_wait(state)
-                issue_s(atoms, side, state)
+                pipes.q.consumer_wait(at.q)
+                issue_s(atoms, side, at.q)
                 warpgroup.wait_group(0)
-                make_p(plan, args, shared, side.acc_S, view, state.index, m_block)
-                pipes.q.consumer_release(state)
+                make_p(plan, args, shared, side.acc_S, view, at.q.index, m_block)
+                pipes.q.consumer_release(at.q)
                 self.send_p(shared, side, thread)
                 to_operand(side.acc_S, side.tVrP, plan.dtype)
-                pipes.do.consumer_wait(state)
-                issue_dv(atoms, side, state)
+                pipes.do.consumer_wait(at.do)
+                issue_dv(atoms, side, at.do)
                 warpgroup.wait_group(0)
-                pipes.do.consumer_release(state)
-                state.advance()
+                pipes.do.consumer_release(at.do)
+                at = at.ahead()
                 m_block = order.after(m_block)
             all_consumers_sync(2)  # warpgroup 1 has finished its wgmmas on V
             self.epilogue.stage(side.acc_dV, atoms.mma_dv, Float32(1.0), shared.sV[None, None, 0], Int32(0), thread)
@@ -100,7 +101,8 @@ class SplitConsumer:
         plan = self.plan
         side = grad_side(plan, atoms, shared, Int32(0))
         p = cute.make_rmem_tensor_like(side.acc_dP)
-        keys_state, tile_state, state = consumer_state(1), consumer_state(TILE_SLOTS), consumer_state(plan.stages)
+        keys_state, tile_state = consumer_state(1), consumer_state(TILE_SLOTS)
+        at = Cursors(consumer_state(plan.q_stages), consumer_state(plan.do_stages))
         handover_arrive(is_full=False)  # P's buffer is free
         coord = pipes.tiles.read(tile_state)
         tile_state.advance()
@@ -111,20 +113,20 @@ class SplitConsumer:
             total = order.count * (args.mQ.shape[2] // args.mK.shape[2])  # all query heads of the key head
             side.acc_dK.fill(0.0)
             for _ in cutlass.range(total, unroll=1):
-                pipes.do.consumer_wait(state)
-                issue_dp(atoms, side, state)
+                pipes.do.consumer_wait(at.do)
+                issue_dp(atoms, side, at.do)
                 warpgroup.wait_group(0)
                 self.receive_p(shared, p, thread)
                 grad_columns(
-                    acc_as_rows(p), acc_as_rows(side.acc_dP), shared.sDelta[None, state.index], view.lane_col
+                    acc_as_rows(p), acc_as_rows(side.acc_dP), shared.sDelta[None, at.do.index], view.lane_col
                 )
-                pipes.do.consumer_release(state)
+                pipes.do.consumer_release(at.do)
                 to_operand(side.acc_dP, side.tKrdS, plan.dtype)
-                pipes.q.consumer_wait(state)
-                issue_dk(atoms, side, state)
+                pipes.q.consumer_wait(at.q)
+                issue_dk(atoms, side, at.q)
                 warpgroup.wait_group(0)
-                pipes.q.consumer_release(state)
-                state.advance()
+                pipes.q.consumer_release(at.q)
+                at = at.ahead()
             all_consumers_sync(2)  # warpgroup 0 has finished its wgmmas on K
             self.epilogue.stage(side.acc_dK, atoms.mma_dk, args.scale, shared.sK[None, None, 0], Int32(1), thread)
             self.epilogue.store(

@@ -64,7 +64,7 @@ def shared_struct(plan: BackwardDkdvPlan) -> Any:
     specs = backward_dkdv_pipelines(plan)
     array = cute.struct.MemRange
     align = cute.struct.Align
-    m, stages = plan.tile_m, plan.stages
+    m = plan.tile_m
 
     @cute.struct
     class Shared:
@@ -73,13 +73,13 @@ def shared_struct(plan: BackwardDkdvPlan) -> Any:
         bar_do: array[Int64, 2 * specs["do"].stages]
         bar_tile: array[Int64, 2 * specs["tile"].stages]
         slots: align[array[Int32, SLOT_INTS * specs["tile"].stages], 16]
-        sLSE: align[array[Float32, m * stages], 128]
-        sDelta: align[array[Float32, m * stages], 128]
+        sLSE: align[array[Float32, m * plan.q_stages], 128]
+        sDelta: align[array[Float32, m * plan.do_stages], 128]
         sP: align[array[Float32, m // 2 * WARPGROUP if plan.splits_roles else 0], 16]
         sdQ: align[array[Float32, DQ_PIECE * 2 if plan.adds_dq else 0], 128]
         sdS: align[array[dtype, plan.tile_n * m * DS_STAGES if plan.adds_dq else 0], SWIZZLE_ALIGN]
-        sQ: align[array[dtype, m * plan.tile_hdim * stages], SWIZZLE_ALIGN]
-        sdO: align[array[dtype, m * plan.tile_hdimv * stages], SWIZZLE_ALIGN]
+        sQ: align[array[dtype, m * plan.tile_hdim * plan.q_stages], SWIZZLE_ALIGN]
+        sdO: align[array[dtype, m * plan.tile_hdimv * plan.do_stages], SWIZZLE_ALIGN]
         sK: align[array[dtype, plan.tile_n * plan.tile_hdim], SWIZZLE_ALIGN]
         sV: align[array[dtype, plan.tile_n * plan.tile_hdimv], SWIZZLE_ALIGN]
 
@@ -90,19 +90,19 @@ def shared_struct(plan: BackwardDkdvPlan) -> Any:
 def allocate(plan: BackwardDkdvPlan, struct: Any, tiles: TileLayouts) -> tuple[Any, SharedTensors]:
     """In the kernel: the storage object (for barriers and slots) and the tensors in it."""
     storage = SmemAllocator().allocate(struct)
-    m, stages, bands = plan.tile_m, plan.stages, plan.tile_n // WG_KEYS
+    m, bands = plan.tile_m, plan.tile_n // WG_KEYS
 
     def tensor(field: Any, tile: cute.ComposedLayout, count: int, stride: int) -> cute.Tensor:
         return field.get_tensor(stacked(tile, count, stride), swizzle=tile.inner)
 
     by_thread = cute.make_layout((m // 2, WARPGROUP), stride=(WARPGROUP, 1))
     return storage, SharedTensors(
-        sQ=tensor(storage.sQ, tiles.q, stages, m * plan.tile_hdim),
-        sdO=tensor(storage.sdO, tiles.do, stages, m * plan.tile_hdimv),
+        sQ=tensor(storage.sQ, tiles.q, plan.q_stages, m * plan.tile_hdim),
+        sdO=tensor(storage.sdO, tiles.do, plan.do_stages, m * plan.tile_hdimv),
         sK=tensor(storage.sK, tiles.k, bands, WG_KEYS * plan.tile_hdim),
         sV=tensor(storage.sV, tiles.v, bands, WG_KEYS * plan.tile_hdimv),
-        sLSE=storage.sLSE.get_tensor(cute.make_layout((m, stages))),
-        sDelta=storage.sDelta.get_tensor(cute.make_layout((m, stages))),
+        sLSE=storage.sLSE.get_tensor(cute.make_layout((m, plan.q_stages))),
+        sDelta=storage.sDelta.get_tensor(cute.make_layout((m, plan.do_stages))),
         sP=storage.sP.get_tensor(by_thread) if plan.splits_roles else None,
         sdS=tensor(storage.sdS, tiles.ds, DS_STAGES, plan.tile_n * m) if plan.adds_dq else None,
         sdQ=storage.sdQ.get_tensor(dq_by_thread()) if plan.adds_dq else None,

@@ -1,13 +1,13 @@
 """A consumer warpgroup of the query-parallel backward kernel: 64 query rows of every tile, from scores to dQ.
 
-Per key block it issues S(j + 1), dP(j + 1) and dQ(j) together, makes P while dP and dQ run, and dS while dQ runs.
-K(j) stays until dQ(j) is done; V is free as soon as dP is.
+Per key block it issues S and dP together, makes P while dP runs, then dS, then issues dQ; while it makes P and dS the
+tensor core works for the other warpgroups. V is free as soon as dP is done, K when dQ is.
 """
 
 from typing import Any, NamedTuple
 
 from flash_hopper.device.barriers import Turns, epilogue_sync
-from flash_hopper.device.dsl import ELEMENT_TYPES, Constexpr, Float32, Int32, const_expr, cute, cutlass, warp, warpgroup
+from flash_hopper.device.dsl import ELEMENT_TYPES, Float32, Int32, cute, cutlass, warp, warpgroup
 from flash_hopper.device.gemm import issue
 from flash_hopper.device.layouts import acc_as_operand_a, acc_as_rows, transposed
 from flash_hopper.device.pipelines import consumer_state, partition
@@ -122,33 +122,11 @@ class Consumer:
         blocks = key_blocks(row + wg * WG_ROWS, WG_ROWS, seqlen_q, seqlen_k, plan.tile_n, plan.is_causal)
         for _ in cutlass.range(whole.end - blocks.end, unroll=1):
             k_state, v_state = self.skip(pipes, k_state, v_state, wg)
-        pipes.k.consumer_wait(k_state)
-        self.issue_s(atoms, frags, k_state)
-        pipes.v.consumer_wait(v_state)
-        self.issue_dp(atoms, frags, v_state)
         frags.acc_dQ.fill(0.0)
-        warpgroup.wait_group(1)
-        self.make_p(args, frags, view, blocks.end - 1, blocks.end > blocks.full)
-        warpgroup.wait_group(0)
-        pipes.v.consumer_release(v_state)
-        v_state.advance()
-        self.make_ds(frags, view)
-        masked = cutlass.max(blocks.end - 1 - blocks.full, 0)
-        if const_expr(plan.is_causal):
-            for i in cutlass.range(masked, unroll=1):
-                k_state, v_state = self.step(
-                    args, atoms, pipes, frags, view, k_state, v_state, wg, blocks.end - 2 - i, True
-                )
-        else:
-            masked = Int32(0)  # only the first block can reach past the last key
-        for i in cutlass.range(blocks.end - 1 - masked, unroll=1):
+        for i in cutlass.range(blocks.end, unroll=1):
             k_state, v_state = self.step(
-                args, atoms, pipes, frags, view, k_state, v_state, wg, blocks.end - 2 - masked - i, False
+                args, atoms, pipes, frags, view, k_state, v_state, wg, blocks.end - 1 - i, blocks.full
             )
-        self.issue_dq(atoms, frags, k_state)
-        warpgroup.wait_group(0)
-        pipes.k.consumer_release(k_state)
-        k_state.advance()
         return k_state, v_state
 
     @cute.jit
@@ -167,28 +145,26 @@ class Consumer:
     @cute.jit
     def step(
         self, args: DqArgs, atoms: DqAtoms, pipes: Pipelines, frags: Fragments, view: RowView, k_state: Any,
-        v_state: Any, wg: Int32, n_block: Int32, is_masked: Constexpr[bool],
+        v_state: Any, wg: Int32, n_block: Int32, full: Int32,
     ) -> tuple[Any, Any]:  # fmt: skip
-        """Steady state: S and dP of `n_block`, dQ of the block before it. `k_state` stands at that earlier block."""
-        next_k = k_state.clone()
-        next_k.advance()
-        pipes.k.consumer_wait(next_k)
+        """One key block from S to dQ; blocks from `full` on need a mask."""
+        pipes.k.consumer_wait(k_state)
         self.turns.wait(wg)
-        self.issue_s(atoms, frags, next_k)
+        self.issue_s(atoms, frags, k_state)
         pipes.v.consumer_wait(v_state)
         self.issue_dp(atoms, frags, v_state)
-        self.issue_dq(atoms, frags, k_state)
         self.turns.pass_on(wg)
-        warpgroup.wait_group(2)  # S
-        self.make_p(args, frags, view, n_block, is_masked)
-        warpgroup.wait_group(1)  # dP
+        warpgroup.wait_group(1)  # S
+        self.make_p(args, frags, view, n_block, n_block >= full)
+        warpgroup.wait_group(0)  # dP
         pipes.v.consumer_release(v_state)
         v_state.advance()
         grad_rows(acc_as_rows(frags.acc_S), acc_as_rows(frags.acc_dP), view.delta)
-        warpgroup.wait_group(0)  # dQ: K is free, and dS may be overwritten
+        to_operand(frags.acc_dP, frags.tQrdS, self.plan.dtype)
+        self.issue_dq(atoms, frags, k_state)
+        warpgroup.wait_group(0)
         pipes.k.consumer_release(k_state)
         k_state.advance()
-        to_operand(frags.acc_dP, frags.tQrdS, self.plan.dtype)
         return k_state, v_state
 
     def issue_s(self, atoms: DqAtoms, frags: Fragments, k_state: Any) -> None:
@@ -214,11 +190,6 @@ class Consumer:
             acc_as_rows(frags.acc_S), args.scale_log2, view.lse_log2, limits, n_block * plan.tile_n + view.lane_col,
             is_masked,
         )  # fmt: skip
-
-    def make_ds(self, frags: Fragments, view: RowView) -> None:
-        """dP to dS, as the operand of dQ."""
-        grad_rows(acc_as_rows(frags.acc_S), acc_as_rows(frags.acc_dP), view.delta)
-        to_operand(frags.acc_dP, frags.tQrdS, self.plan.dtype)
 
     @cute.jit
     def store_dq(

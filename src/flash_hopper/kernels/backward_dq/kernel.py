@@ -45,8 +45,7 @@ class BackwardDqKernel:
     | v | plan.v_stages | TMA | tile_n x tile_hdimv | 1 a consumer warp, when dP is done |
 
     Producer, per tile: post its coordinates, ask for the next tile, load Q and dO; per block: K(j), V(j).
-    Consumer, per tile: S and dP of the last block; per block: S(j - 1), dP(j - 1), dQ(j) issued in its turn, then P and
-    dS; dQ of block 0; store.
+    Consumer, per tile and block: S(j) and dP(j) issued in its turn, P, dS, dQ; then the store.
     """
 
     def __init__(self, plan: BackwardDqPlan) -> None:

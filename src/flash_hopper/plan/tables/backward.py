@@ -16,11 +16,12 @@ class DqTile:
 
 @dataclass(frozen=True, slots=True)
 class DkdvTile:
-    """Key-parallel kernel: m query rows a step, n keys, stages of Q and dO."""
+    """Key-parallel kernel: m query rows a step, n keys, stages of Q and of dO."""
 
     m: int
     n: int
-    stages: int
+    q_stages: int
+    do_stages: int
     splits_roles: bool = False
     is_deferred: bool = False
 
@@ -33,10 +34,10 @@ DQ_ROWS = (
     (256, 256, DqTile(128, 64, 2, 1)),
 )
 DKDV_ROWS = (
-    (64, 64, DkdvTile(96, 128, 3, is_deferred=True)),
-    (128, 128, DkdvTile(64, 128, 2)),
-    (192, 192, DkdvTile(64, 64, 3, splits_roles=True)),
-    (256, 256, DkdvTile(64, 64, 2, splits_roles=True)),
+    (64, 64, DkdvTile(96, 128, 3, 3, is_deferred=True)),
+    (128, 128, DkdvTile(64, 128, 3, 3)),
+    (192, 192, DkdvTile(64, 64, 3, 3, splits_roles=True)),
+    (256, 256, DkdvTile(64, 64, 2, 2, splits_roles=True)),
 )
 
 
@@ -52,8 +53,8 @@ def choose_dkdv_tile(hdim: int, hdimv: int) -> DkdvTile:
 
 # Key-parallel kernel that also adds up dQ; head dims beyond the last row use the two-kernel route.
 FUSED_ROWS = (
-    (64, 64, DkdvTile(128, 128, 2)),
-    (128, 128, DkdvTile(64, 128, 2)),
+    (64, 64, DkdvTile(128, 128, 3, 2)),
+    (128, 128, DkdvTile(64, 128, 3, 2)),
 )
 
 
