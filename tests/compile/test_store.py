@@ -328,13 +328,14 @@ def test_warnings_of_other_threads_during_a_compile_are_theirs_and_not_errors(pl
             time.sleep(0.001)
 
     other = threading.Thread(target=warn_often)
-    other.start()
-    try:
-        with pytest.warns(UserWarning, match="something else"):
-            assert is_callable_kernel(new_store(tmp_path / "cache").get(plan))
-    finally:
-        done.set()
-        other.join()
+    with pytest.warns(UserWarning, match="something else"):
+        other.start()
+        try:
+            kernel = new_store(tmp_path / "cache").get(plan)
+        finally:
+            done.set()
+            other.join()
+    assert is_callable_kernel(kernel)
 
 
 def test_compiling_leaves_the_exception_hook_and_the_warning_filters_of_the_program_alone(plan):
