@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from flash_hopper.launch.attention import attention
+from flash_hopper.autograd import differentiable_attention
 from flash_hopper.launch.tensors import describe
 from flash_hopper.problem.errors import ArgumentError, UnsupportedError
 from flash_hopper.problem.features import Feature
@@ -68,16 +68,15 @@ def flash_attn_func(
         block_mask, q_descale, k_descale, v_descale, num_splits, pack_gqa, batch_invariant, deterministic, sm_margin,
         return_lse,
     )  # fmt: skip
-    result, lse = attention(q, k, v, out, options)
+    result, lse = differentiable_attention(q, k, v, out, options)
     return (result, lse) if lse is not None else result
 
 
-def flash_attn_qkvpacked_func(
-    qkv: torch.Tensor, softmax_scale: float | None = None, **options: Any
-) -> AttentionResult:
+def flash_attn_qkvpacked_func(qkv: torch.Tensor, softmax_scale: float | None = None, **options: Any) -> AttentionResult:
     """`flash_attn_func` for qkv: (batch, seqlen, 3, heads, head_dim). No copy is made. Options as there."""
     _check_packed("qkv", qkv, 3)
-    return flash_attn_func(*qkv.unbind(2), softmax_scale, **options)
+    q, k, v = qkv.unbind(2)
+    return flash_attn_func(q, k, v, softmax_scale, **options)
 
 
 def flash_attn_kvpacked_func(
@@ -85,7 +84,8 @@ def flash_attn_kvpacked_func(
 ) -> AttentionResult:
     """`flash_attn_func` for kv: (batch, seqlen_k, 2, heads_k, head_dim). No copy is made. Options as there."""
     _check_packed("kv", kv, 2)
-    return flash_attn_func(q, *kv.unbind(2), softmax_scale, **options)
+    k, v = kv.unbind(2)
+    return flash_attn_func(q, k, v, softmax_scale, **options)
 
 
 def flash_attn_varlen_func(

@@ -9,10 +9,12 @@ See docs/algorithm.md; section 4.6 of the specification describes the eager form
 
 from typing import NamedTuple
 
-from flash_hopper.device.dsl import Boolean, Constexpr, Float32, cute, cutlass, const_expr
+from flash_hopper.device.dsl import Boolean, Constexpr, Float32, const_expr, cute, cutlass
 from flash_hopper.device.ptx import max3_bits, sign_bit
 
-LAZY_LOG2 = 8.0  # a score may exceed the reference by this many powers of two; 2^8 is far from overflow in bf16 and fp16
+LAZY_LOG2 = (
+    8.0  # a score may exceed the reference by this many powers of two; 2^8 is far from overflow in bf16 and fp16
+)
 
 
 class SoftmaxState(NamedTuple):

@@ -19,9 +19,7 @@ class KeyBlocks(NamedTuple):
     end: Int
 
 
-def key_blocks(
-    row: Int, rows: int, seqlen_q: Int, seqlen_k: Int, tile_n: int, is_causal: bool
-) -> KeyBlocks:
+def key_blocks(row: Int, rows: int, seqlen_q: Int, seqlen_k: Int, tile_n: int, is_causal: bool) -> KeyBlocks:
     """Key blocks for query rows [row, row + rows), for seqlen_k >= 1.
 
     Rows at or past `seqlen_q` need nothing: they do not lengthen the range.

@@ -5,10 +5,22 @@
 
 from typing import Any
 
-from flash_hopper.kernels.forward.kernel import ForwardKernel, placeholder_arguments
-from flash_hopper.plan.forward import ForwardPlan
+from flash_hopper.kernels.backward_dkdv import kernel as backward_dkdv
+from flash_hopper.kernels.backward_dq import kernel as backward_dq
+from flash_hopper.kernels.forward import kernel as forward
+from flash_hopper.kernels.postprocess import kernel as postprocess
+from flash_hopper.kernels.preprocess import kernel as preprocess
+
+_KERNELS: dict[str, tuple[Any, Any]] = {
+    "forward": (forward.ForwardKernel, forward.placeholder_arguments),
+    "preprocess": (preprocess.PreprocessKernel, preprocess.placeholder_arguments),
+    "backward_dkdv": (backward_dkdv.BackwardDkdvKernel, backward_dkdv.placeholder_arguments),
+    "backward_dq": (backward_dq.BackwardDqKernel, backward_dq.placeholder_arguments),
+    "postprocess": (postprocess.PostprocessKernel, postprocess.placeholder_arguments),
+}
 
 
-def traceable(plan: ForwardPlan) -> tuple[Any, tuple[Any, ...]]:
+def traceable(plan: Any) -> tuple[Any, tuple[Any, ...]]:
     """(jit function, placeholder arguments) of a plan's kernel; no tensors, no GPU."""
-    return ForwardKernel(plan), placeholder_arguments(plan)
+    kernel, placeholder_arguments = _KERNELS[plan.kind]
+    return kernel(plan), placeholder_arguments(plan)

@@ -24,40 +24,39 @@ _prepared: dict[tuple[Any, ...], PreparedForward] = {}
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None, options: tuple[Any, ...]
 ) -> Result:
-    """(out, lse or None) of a dense call.
+    """(out, lse or None) of a dense call; on the GPU not differentiable (`autograd.py` is).
 
     `options` holds the fields of `AttentionOptions` in order. Raises every error of `problem`; see `prepare`.
     """
     if not isinstance(q, torch.Tensor) or not q.is_cuda:
         return _on_cpu(q, k, v, out, AttentionOptions(*options))
-    prepared = None
-    if type(k) is type(v) is torch.Tensor and type(options[_WINDOW]) is tuple and not _needs_gradient(q, k, v):
-        signature = (
-            q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
-            q.device, k.device, v.device, options,
-            None if out is None else (out.shape, out.stride(), out.dtype, out.device),
-        )  # fmt: skip
-        prepared = _prepared.get(signature)
-        if prepared is None:
-            prepared = prepare(q, k, v, AttentionOptions(*options), out)
-            _remember(signature, prepared)
-    else:
+    return prepared_call(q, k, v, out, options).run(q, k, v, out)
+
+
+def prepared_call(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None, options: tuple[Any, ...]
+) -> PreparedForward:
+    """The prepared form of a call on a GPU, found by its signature or made now."""
+    if not (type(k) is type(v) is torch.Tensor and type(options[_WINDOW]) is tuple):
+        return prepare(q, k, v, AttentionOptions(*options), out)
+    signature = (
+        q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
+        q.device, k.device, v.device, options,
+        None if out is None else (out.shape, out.stride(), out.dtype, out.device),
+    )  # fmt: skip
+    prepared = _prepared.get(signature)
+    if prepared is None:
         prepared = prepare(q, k, v, AttentionOptions(*options), out)
-    return prepared.run(q, k, v, out)
+        _remember(signature, options, prepared)
+    return prepared
 
 
 _WINDOW = list(AttentionOptions.__dataclass_fields__).index("window_size")
 
 
-def _needs_gradient(*tensors: torch.Tensor) -> bool:
-    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-
-
-def _remember(signature: tuple[Any, ...], prepared: PreparedForward) -> None:
+def _remember(signature: tuple[Any, ...], options: tuple[Any, ...], prepared: PreparedForward) -> None:
     """Keep a prepared call, unless an option is an object that is not compared by value."""
-    options = AttentionOptions(*signature[12])
-    values = [getattr(options, name) for name in options.__dataclass_fields__]
-    if all(isinstance(value, int | float | bool | tuple | None) for value in values):
+    if all(value is None or isinstance(value, int | float | tuple) for value in options):
         if len(_prepared) >= MAX_SIGNATURES:
             _prepared.clear()
         _prepared[signature] = prepared
@@ -67,9 +66,13 @@ def _on_cpu(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None, options: AttentionOptions
 ) -> Result:
     """The reference, for tensors in host memory."""
-    specs = [describe(name, t) for name, t in (("q", q), ("k", k), ("v", v))]
     problem = attention_problem(
-        *specs, options, dtypes=tiled.DTYPES, out=None if out is None else describe("out", out)
+        describe("q", q),
+        describe("k", k),
+        describe("v", v),
+        options,
+        dtypes=tiled.DTYPES,
+        out=None if out is None else describe("out", out),
     )
     if q.device.type != "cpu":
         raise DeviceError(f"tensors must be on a cuda device of capability 9.0 or on the cpu, got {q.device}")

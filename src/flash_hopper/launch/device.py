@@ -1,6 +1,6 @@
 """Facts about a CUDA device that a launch needs, asked once a process."""
 
-from functools import lru_cache
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ class DeviceFacts(NamedTuple):
     sm_count: int
 
 
-@lru_cache(maxsize=None)
+@cache
 def device_facts(index: int) -> DeviceFacts:
     """Facts about GPU `index`. Raises DeviceError, naming the capability, unless it is a Hopper GPU."""
     properties = torch.cuda.get_device_properties(index)

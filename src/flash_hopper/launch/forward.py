@@ -14,7 +14,14 @@ from flash_hopper.compile.store import get_kernel
 from flash_hopper.geometry.tiles import heads_per_section
 from flash_hopper.kernels.forward.support import DTYPES, SUPPORTED
 from flash_hopper.launch.device import device_facts, tile_counter
-from flash_hopper.launch.tensors import ALIGN_BYTES, describe, is_aligned, with_plain_unit_strides
+from flash_hopper.launch.tensors import (
+    ALIGN_BYTES,
+    addressable,
+    describe,
+    has_plain_strides,
+    is_aligned,
+    with_plain_unit_strides,
+)
 from flash_hopper.plan.forward import plan_forward
 from flash_hopper.problem.attention import AttentionOptions, AttentionProblem, attention_problem
 from flash_hopper.problem.features import check_supported
@@ -72,8 +79,7 @@ class PreparedForward:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None
     ) -> None:
         """A tensor that TMA cannot address is copied once; everything else is passed as it is."""
-        q, k, v = (with_plain_unit_strides(t if is_aligned(t) else t.clone(memory_format=torch.contiguous_format))
-                   for t in (q, k, v))  # fmt: skip
+        q, k, v = addressable(q), addressable(k), addressable(v)
         if is_aligned(out):
             self._launch(q, k, v, with_plain_unit_strides(out), lse)
             return
@@ -112,11 +118,5 @@ def prepare(
             p.qhead_per_kvhead if p.heads_k else 1,
         ),
         is_dynamic=plan.scheduler == "dynamic",
-        is_regular=all(_has_plain_strides(t) for t in (q, k, v, out) if t is not None),
+        is_regular=all(has_plain_strides(t) for t in (q, k, v, out) if t is not None),
     )  # fmt: skip
-
-
-def _has_plain_strides(tensor: torch.Tensor) -> bool:
-    """True if the strides themselves, also of dimensions of size 1, suit TMA and the kernel's argument check."""
-    step = ALIGN_BYTES // tensor.element_size()
-    return tensor.stride(-1) == 1 and all(stride % step == 0 for stride in tensor.stride()[:-1])

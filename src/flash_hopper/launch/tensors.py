@@ -32,11 +32,32 @@ def describe(name: str, tensor: Any) -> TensorSpec:
     )
 
 
+def has_plain_strides(tensor: torch.Tensor) -> bool:
+    """True if the strides, also of dimensions of size 1, suit TMA and a kernel's argument check as they are."""
+    step = ALIGN_BYTES // tensor.element_size()
+    *outer, last = tensor.stride()
+    return last == 1 and all(stride % step == 0 for stride in outer)
+
+
 def is_aligned(tensor: torch.Tensor) -> bool:
     """True if TMA can address the tensor: base and strides (of dimensions longer than 1) on 16-byte boundaries."""
     step = ALIGN_BYTES // tensor.element_size()
-    strides = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
-    return tensor.data_ptr() % ALIGN_BYTES == 0 and all(size == 1 or stride % step == 0 for size, stride in strides)
+    *outer, last = zip(tensor.shape, tensor.stride(), strict=True)
+    return (
+        tensor.data_ptr() % ALIGN_BYTES == 0
+        and (last[0] == 1 or last[1] == 1)
+        and all(size == 1 or stride % step == 0 for size, stride in outer)
+    )
+
+
+def addressable(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values in a form that TMA can address: the tensor itself where possible, a view of it if only strides of
+    dimensions of size 1 are odd, else one contiguous copy."""
+    if tensor.data_ptr() % ALIGN_BYTES == 0 and has_plain_strides(tensor):
+        return tensor
+    if is_aligned(tensor):
+        return with_plain_unit_strides(tensor)
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def with_plain_unit_strides(tensor: torch.Tensor) -> torch.Tensor:

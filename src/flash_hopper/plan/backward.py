@@ -2,6 +2,8 @@
 
 The query-parallel kernel owns query rows and adds up dQ over key blocks; the key-parallel one owns keys and adds up dK
 and dV over query blocks and the query heads of its key head. Neither adds into global memory, so both are deterministic.
+Where head dims allow, the key-parallel kernel can also compute dQ, adding it up in a float32 accumulator in memory: five
+GEMMs instead of seven, but in no fixed order.
 """
 
 from dataclasses import dataclass
@@ -9,11 +11,17 @@ from typing import Literal
 
 from flash_hopper.geometry.arith import round_up
 from flash_hopper.plan.forward import HDIM_STEP
-from flash_hopper.plan.tables.backward import choose_dkdv_tile, choose_dq_tile, choose_fused_tile
+from flash_hopper.plan.tables.backward import (
+    DkdvTile,
+    DqTile,
+    choose_dkdv_tile,
+    choose_dq_tile,
+    choose_fused_tile,
+)
 from flash_hopper.problem.attention import AttentionProblem
 from flash_hopper.problem.dtypes import DType
 
-FUSED_HDIM_STEP = 64  # dQ is added up in pieces of 64 x 64, one a warpgroup
+DQ_PIECE = 64 * 64  # dQ is added up in pieces of 64 x 64 float32 values
 STATISTICS_ROWS = 16  # rows of the statistics are padded to a multiple of this and of the key-parallel kernel's tile_m
 
 
@@ -128,41 +136,79 @@ class PostprocessPlan:
 
 @dataclass(frozen=True, slots=True)
 class BackwardPlans:
-    """All kernels of one backward call, in launch order: preprocess, then either dkdv (which adds up dQ) and
-    postprocess, or dq and dkdv."""
+    """The kernels of one backward call, in launch order; None for those that it does not need.
+
+    Either `dkdv` also adds up dQ, which `postprocess` converts, or `dq` computes it.
+    """
 
     preprocess: PreprocessPlan
-    dkdv: BackwardDkdvPlan
+    dkdv: BackwardDkdvPlan | None
     dq: BackwardDqPlan | None
     postprocess: PostprocessPlan | None
 
 
-def plan_backward(problem: AttentionProblem, has_dlse: bool, is_deterministic: bool) -> BackwardPlans:
-    """The plans for a problem; `has_dlse`: a gradient of the log-sum-exp comes in as well."""
-    dtype = problem.dtype
+@dataclass(frozen=True, slots=True)
+class BackwardRequest:
+    """What a backward call must deliver beyond its forward problem."""
+
+    needs_dq: bool
+    needs_dkdv: bool
+    has_dlse: bool
+    is_deterministic: bool
+
+
+def plan_backward(problem: AttentionProblem, request: BackwardRequest) -> BackwardPlans:
+    """The plans for a problem and what is asked of its backward."""
     hdim, hdimv = round_up(problem.head_dim, HDIM_STEP), round_up(problem.head_dim_v, HDIM_STEP)
-    scheduler: Literal["static", "dynamic"] = "dynamic" if problem.causal else "static"
     threads_per_row = 8 if hdimv <= 64 else 16
-    fused = None if is_deterministic else choose_fused_tile(hdim, hdimv)
-    if fused is not None:
-        padded = round_up(hdim, FUSED_HDIM_STEP)
+    fused = choose_fused_tile(hdim, hdimv)
+    if fused is not None and request.needs_dq and request.needs_dkdv and not request.is_deterministic:
+        hdim = 2 * DQ_PIECE // fused.m  # two pieces of dQ a query block, one a warpgroup
         return BackwardPlans(
-            PreprocessPlan(dtype, threads_per_row, has_dlse, padded),
-            BackwardDkdvPlan(
-                dtype, padded, hdimv, fused.m, fused.n, fused.q_stages, fused.do_stages, False, False, True, scheduler, problem.causal
-            ),
+            PreprocessPlan(problem.dtype, threads_per_row, request.has_dlse, hdim),
+            _dkdv_plan(problem, fused, hdim, hdimv, adds_dq=True),
             None,
-            PostprocessPlan(dtype, fused.m, padded),
+            PostprocessPlan(problem.dtype, fused.m, hdim),
         )
-    dq, dkdv = choose_dq_tile(hdim, hdimv), choose_dkdv_tile(hdim, hdimv)
     return BackwardPlans(
-        PreprocessPlan(dtype, threads_per_row, has_dlse, 0),
-        BackwardDkdvPlan(
-            dtype, hdim, hdimv, dkdv.m, dkdv.n, dkdv.q_stages, dkdv.do_stages, dkdv.splits_roles, dkdv.is_deferred, False, scheduler,
-            problem.causal,
-        ),
-        BackwardDqPlan(
-            dtype, hdim, hdimv, dq.m, dq.n, dq.k_stages, dq.v_stages, dq.has_pingpong, scheduler, problem.causal
-        ),
+        PreprocessPlan(problem.dtype, threads_per_row, request.has_dlse, 0),
+        _dkdv_plan(problem, choose_dkdv_tile(hdim, hdimv), hdim, hdimv, adds_dq=False) if request.needs_dkdv else None,
+        _dq_plan(problem, choose_dq_tile(hdim, hdimv, problem.causal), hdim, hdimv) if request.needs_dq else None,
         None,
-    )  # fmt: skip
+    )
+
+
+def _scheduler(problem: AttentionProblem) -> Literal["static", "dynamic"]:
+    return "dynamic" if problem.causal else "static"
+
+
+def _dkdv_plan(problem: AttentionProblem, tile: DkdvTile, hdim: int, hdimv: int, adds_dq: bool) -> BackwardDkdvPlan:
+    return BackwardDkdvPlan(
+        dtype=problem.dtype,
+        tile_hdim=hdim,
+        tile_hdimv=hdimv,
+        tile_m=tile.m,
+        tile_n=tile.n,
+        q_stages=tile.q_stages,
+        do_stages=tile.do_stages,
+        splits_roles=tile.splits_roles,
+        is_deferred=tile.is_deferred,
+        adds_dq=adds_dq,
+        scheduler=_scheduler(problem),
+        is_causal=problem.causal,
+    )
+
+
+def _dq_plan(problem: AttentionProblem, tile: DqTile, hdim: int, hdimv: int) -> BackwardDqPlan:
+    return BackwardDqPlan(
+        dtype=problem.dtype,
+        tile_hdim=hdim,
+        tile_hdimv=hdimv,
+        tile_m=tile.m,
+        tile_n=tile.n,
+        k_stages=tile.k_stages,
+        v_stages=tile.v_stages,
+        has_pingpong=tile.has_pingpong,
+        scheduler=_scheduler(problem),
+        is_causal=problem.causal,
+    )

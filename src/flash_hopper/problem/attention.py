@@ -120,7 +120,7 @@ def attention_problem(
     if out is not None:
         _check_shape(out, (batch, seqlen_q, heads, head_dim_v), "batch, seqlen and heads of q, head_dim of v")
         _check_no_overlap(out)
-    if heads_k == 0 and heads > 0 or heads_k and heads % heads_k:
+    if heads % heads_k if heads_k else heads > 0:
         raise ArgumentError(
             f"k and v have {heads_k} heads and q has {heads}: the heads of q must be a multiple of those of k and v"
         )
@@ -179,12 +179,16 @@ def requested_features(options: AttentionOptions) -> set[Feature]:
 def _check_ranks(tensors: Sequence[TensorSpec]) -> None:
     for t in tensors:
         if t.rank != 4:
-            raise ArgumentError(f"{t.name} must be (batch, seqlen, heads, head_dim), got {t.rank} dimensions: {t.shape}")
+            raise ArgumentError(
+                f"{t.name} must be (batch, seqlen, heads, head_dim), got {t.rank} dimensions: {t.shape}"
+            )
 
 
 def _check_devices(tensors: Sequence[TensorSpec]) -> None:
     if len({t.device for t in tensors}) > 1:
-        raise DeviceError("all tensors must be on one device, got " + ", ".join(f"{t.name}: {t.device}" for t in tensors))
+        raise DeviceError(
+            "all tensors must be on one device, got " + ", ".join(f"{t.name}: {t.device}" for t in tensors)
+        )
 
 
 def _common_dtype(tensors: Sequence[TensorSpec], allowed: Sequence[DType]) -> DType:
@@ -210,7 +214,7 @@ def _check_shape(t: TensorSpec, want: tuple[int, ...], why: str) -> None:
 
 
 def _check_no_overlap(t: TensorSpec) -> None:
-    if any(stride == 0 and size > 1 for size, stride in zip(t.shape, t.strides, strict=True)):
+    if 0 not in t.shape and any(stride == 0 and size > 1 for size, stride in zip(t.shape, t.strides, strict=True)):
         raise ArgumentError(f"{t.name} must not be expanded (a stride of 0), got strides {t.strides} for {t.shape}")
 
 
@@ -234,7 +238,7 @@ def _is_finite(value: Any) -> bool:
 
 def _softmax_scale(scale: float | None, head_dim: int) -> float:
     if scale is None:
-        return head_dim**-0.5
+        return float(head_dim**-0.5)
     if not _is_finite(scale):
         raise ArgumentError(f"softmax_scale must be None or a finite number, got {scale!r}")
     return float(scale)

@@ -63,6 +63,15 @@ class Pipelines(NamedTuple):
     tiles: TileMailbox
 
 
+class Resources(NamedTuple):
+    """What every role of a CTA works with."""
+
+    args: DkdvArgs
+    atoms: DkdvAtoms
+    shared: SharedTensors
+    pipes: Pipelines
+
+
 class Cursors(NamedTuple):
     """Positions in the pipelines of Q and dO, kept over tiles."""
 

@@ -5,7 +5,7 @@ made (while dV runs); few registers. Deferred, where registers allow: S(i), dP(i
 together, P(i) is made while the other three run and dS(i) while the last two do. Warpgroups share nothing but the stages.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from flash_hopper.device.barriers import epilogue_sync
 from flash_hopper.device.dsl import Float32, Int32, const_expr, cute, cutlass, warpgroup
@@ -15,7 +15,7 @@ from flash_hopper.device.probabilities import grad_columns, recompute_columns
 from flash_hopper.device.registers import to_operand
 from flash_hopper.geometry.blocks import first_query, query_blocks
 from flash_hopper.geometry.tiles import TileCoord
-from flash_hopper.kernels.backward_dkdv.args import Cursors, DkdvArgs, DkdvAtoms, Pipelines, SharedTensors
+from flash_hopper.kernels.backward_dkdv.args import Cursors, DkdvArgs, Resources, SharedTensors
 from flash_hopper.kernels.backward_dkdv.epilogue import Epilogue
 from flash_hopper.kernels.backward_dkdv.fragments import (
     GradSide,
@@ -59,9 +59,7 @@ def make_p(
         first_query(view.first_key + 8 * r, seqlen_q, seqlen_k, plan.is_causal) - m_block * plan.tile_m for r in (0, 1)
     )
     is_masked = m_block < view.full if cutlass.const_expr(plan.is_causal) else False
-    recompute_columns(
-        acc_as_rows(acc_S), args.scale_log2, shared.sLSE[None, stage], starts, view.lane_col, is_masked
-    )
+    recompute_columns(acc_as_rows(acc_S), args.scale_log2, shared.sLSE[None, stage], starts, view.lane_col, is_masked)
 
 
 class Consumer:
@@ -72,10 +70,9 @@ class Consumer:
         self.epilogue = Epilogue(plan)
 
     @cute.jit
-    def run(
-        self, args: DkdvArgs, atoms: DkdvAtoms, shared: SharedTensors, pipes: Pipelines, wg: Int32, thread: Int32
-    ) -> None:
+    def run(self, resources: Resources, wg: Int32, thread: Int32) -> None:
         """All tiles that the producer posts."""
+        args, atoms, shared, pipes = resources
         plan = self.plan
         scores, grads = score_side(plan, atoms, shared, wg), grad_side(plan, atoms, shared, wg)
         keys_state, tile_state = consumer_state(1), consumer_state(TILE_SLOTS)
@@ -84,16 +81,12 @@ class Consumer:
         tile_state.advance()
         while coord.block >= 0:
             pipes.keys.consumer_wait(keys_state)
-            at = self.tile(args, atoms, shared, pipes, scores, grads, coord, at, wg, thread)
+            at = self.tile(resources, scores, grads, coord, at, wg, thread)
             epilogue_sync(wg)  # every warp of the warpgroup has finished its wgmmas on K and V
             self.epilogue.stage(grads.acc_dK, atoms.mma_dk, args.scale, shared.sK[None, None, wg], wg, thread)
-            self.epilogue.store(
-                atoms.tma_dk, args.mdK, shared.sK[None, None, wg], plan.tile_hdim, coord, wg, thread
-            )
+            self.epilogue.store(atoms.tma_dk, args.mdK, shared.sK[None, None, wg], plan.tile_hdim, coord, wg, thread)
             self.epilogue.stage(scores.acc_dV, atoms.mma_dv, Float32(1.0), shared.sV[None, None, wg], wg, thread)
-            self.epilogue.store(
-                atoms.tma_dv, args.mdV, shared.sV[None, None, wg], plan.tile_hdimv, coord, wg, thread
-            )
+            self.epilogue.store(atoms.tma_dv, args.mdV, shared.sV[None, None, wg], plan.tile_hdimv, coord, wg, thread)
             self.epilogue.wait_stored(thread)
             pipes.keys.consumer_release(keys_state)
             keys_state.advance()
@@ -102,10 +95,11 @@ class Consumer:
 
     @cute.jit
     def tile(
-        self, args: DkdvArgs, atoms: DkdvAtoms, shared: SharedTensors, pipes: Pipelines, scores: ScoreSide,
+        self, resources: Resources, scores: ScoreSide,
         grads: GradSide, coord: TileCoord, at: Cursors, wg: Int32, thread: Int32,
     ) -> Cursors:  # fmt: skip
         """One tile up to unscaled dK and dV; returns the cursors."""
+        args, atoms, _, pipes = resources
         plan = self.plan
         view = key_view(plan, args, coord, wg, thread)
         order = query_schedule(plan, args, coord)
@@ -114,14 +108,14 @@ class Consumer:
         grads.acc_dK.fill(0.0)
         m_block = order.first
         if const_expr(plan.is_deferred):
-            self.first_deferred(args, atoms, shared, pipes, scores, grads, view, at, m_block)
+            self.first_deferred(resources, scores, grads, view, at, m_block)
             total = total - 1
         for _ in cutlass.range(total, unroll=1):
             if const_expr(plan.is_deferred):
                 m_block = order.after(m_block)
-                at = self.step_deferred(args, atoms, shared, pipes, scores, grads, view, at, m_block)
+                at = self.step_deferred(resources, scores, grads, view, at, m_block)
             else:
-                at = self.step(args, atoms, shared, pipes, scores, grads, view, at, m_block)
+                at = self.step(resources, scores, grads, view, at, m_block)
                 m_block = order.after(m_block)
         if const_expr(plan.is_deferred):
             issue_dv(atoms, scores, at.do)
@@ -134,10 +128,11 @@ class Consumer:
 
     @cute.jit
     def step(
-        self, args: DkdvArgs, atoms: DkdvAtoms, shared: SharedTensors, pipes: Pipelines, scores: ScoreSide,
+        self, resources: Resources, scores: ScoreSide,
         grads: GradSide, view: KeyView, at: Cursors, m_block: Int32,
     ) -> Cursors:  # fmt: skip
         """Prompt schedule, one query block from S to dV and dK."""
+        args, atoms, shared, pipes = resources
         pipes.q.consumer_wait(at.q)
         issue_s(atoms, scores, at.q)
         pipes.do.consumer_wait(at.do)
@@ -160,10 +155,11 @@ class Consumer:
 
     @cute.jit
     def first_deferred(
-        self, args: DkdvArgs, atoms: DkdvAtoms, shared: SharedTensors, pipes: Pipelines, scores: ScoreSide,
+        self, resources: Resources, scores: ScoreSide,
         grads: GradSide, view: KeyView, at: Cursors, m_block: Int32,
     ) -> None:  # fmt: skip
         """Deferred schedule, set-up: P and dS of the first block."""
+        args, atoms, shared, pipes = resources
         pipes.q.consumer_wait(at.q)
         issue_s(atoms, scores, at.q)
         pipes.do.consumer_wait(at.do)
@@ -179,10 +175,11 @@ class Consumer:
 
     @cute.jit
     def step_deferred(
-        self, args: DkdvArgs, atoms: DkdvAtoms, shared: SharedTensors, pipes: Pipelines, scores: ScoreSide,
+        self, resources: Resources, scores: ScoreSide,
         grads: GradSide, view: KeyView, at: Cursors, m_block: Int32,
     ) -> Cursors:  # fmt: skip
         """Deferred schedule, steady state: S and dP of `m_block`, dV and dK of the block before it, at which `at` stands."""
+        args, atoms, shared, pipes = resources
         ahead = at.ahead()
         pipes.q.consumer_wait(ahead.q)
         issue_s(atoms, scores, ahead.q)

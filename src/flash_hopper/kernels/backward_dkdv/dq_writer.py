@@ -10,8 +10,7 @@ from flash_hopper.device.pipelines import consumer_state
 from flash_hopper.device.ptx import bulk_reduce_add_f32
 from flash_hopper.kernels.backward_dkdv.args import DkdvArgs, Pipelines, SharedTensors
 from flash_hopper.kernels.backward_dkdv.schedule import query_schedule
-from flash_hopper.kernels.backward_dkdv.storage import DQ_PIECE
-from flash_hopper.plan.backward import BackwardDkdvPlan
+from flash_hopper.plan.backward import DQ_PIECE, BackwardDkdvPlan
 from flash_hopper.plan.roles import TILE_SLOTS
 
 
@@ -40,9 +39,7 @@ class DqWriter:
                         mail_wait(Int32(wg), is_full=True)
                         piece = args.mAccumulator[None, coord.batch, head, m_block, wg]
                         with cute.arch.elect_one():
-                            bulk_reduce_add_f32(
-                                piece.iterator, shared.sdQ[None, None, None, wg].iterator, DQ_PIECE * 4
-                            )
+                            bulk_reduce_add_f32(piece.iterator, shared.sdQ[None, None, None, wg].iterator, DQ_PIECE * 4)
                             cute.arch.cp_async_bulk_commit_group()
                             cute.arch.cp_async_bulk_wait_group(0, read=True)
                         mail_arrive(Int32(wg), is_full=False)

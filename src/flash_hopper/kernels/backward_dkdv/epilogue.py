@@ -30,7 +30,14 @@ class Epilogue:
 
     @cute.jit
     def store(
-        self, tma: cute.CopyAtom, m: cute.Tensor, s: cute.Tensor, cols: int, coord: TileCoord, band: Int32, thread: Int32
+        self,
+        tma: cute.CopyAtom,
+        m: cute.Tensor,
+        s: cute.Tensor,
+        cols: int,
+        coord: TileCoord,
+        band: Int32,
+        thread: Int32,
     ) -> None:
         """Start the store of one band of 64 keys; `wait_stored` completes it."""
         if thread < 32:

@@ -44,9 +44,7 @@ def dq_side(plan: BackwardDkdvPlan, atoms: DkdvAtoms, shared: SharedTensors, wg:
     """Fragments for dQ. With 128 query rows a block warpgroup `wg` takes rows 64 wg .., with 64 rows columns 64 wg .. ."""
     dq = atoms.mma_dq.get_slice(0)
     splits_rows = plan.tile_m > 64
-    ds = cute.local_tile(
-        transposed(shared.sdS), (64, plan.tile_n, DS_STAGES), (wg if splits_rows else 0, 0, 0)
-    )
+    ds = cute.local_tile(transposed(shared.sdS), (64, plan.tile_n, DS_STAGES), (wg if splits_rows else 0, 0, 0))
     keys = cute.group_modes(cute.make_tensor(shared.sK.iterator, cute.select(shared.sK.layout, mode=[0, 2, 1])), 0, 2)
     kt = cute.local_tile(transposed(keys), (64, plan.tile_n), (0 if splits_rows else wg, 0))
     return DqSide(

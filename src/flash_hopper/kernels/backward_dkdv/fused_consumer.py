@@ -7,15 +7,15 @@ issued before the barrier that makes dS visible, so the tensor core is not idle 
 
 from typing import Any
 
-from flash_hopper.device.barriers import all_consumers_sync, epilogue_sync, mail_arrive, mail_wait
+from flash_hopper.device.barriers import all_consumers_sync, mail_arrive, mail_wait
 from flash_hopper.device.dsl import ELEMENT_TYPES, Float32, Int32, const_expr, cute, cutlass, warp, warpgroup
 from flash_hopper.device.gemm import issue
-from flash_hopper.device.layouts import acc_as_rows, transposed
+from flash_hopper.device.layouts import acc_as_rows
 from flash_hopper.device.pipelines import consumer_state
 from flash_hopper.device.probabilities import grad_columns
 from flash_hopper.device.registers import to_operand
 from flash_hopper.geometry.tiles import TileCoord
-from flash_hopper.kernels.backward_dkdv.args import Cursors, DkdvArgs, DkdvAtoms, Pipelines, SharedTensors
+from flash_hopper.kernels.backward_dkdv.args import Cursors, DkdvAtoms, Resources, SharedTensors
 from flash_hopper.kernels.backward_dkdv.consumer import KeyView, key_view, make_p
 from flash_hopper.kernels.backward_dkdv.epilogue import Epilogue
 from flash_hopper.kernels.backward_dkdv.fragments import (
@@ -44,10 +44,9 @@ class FusedConsumer:
         self.is_ahead = plan.tile_m > 64
 
     @cute.jit
-    def run(
-        self, args: DkdvArgs, atoms: DkdvAtoms, shared: SharedTensors, pipes: Pipelines, wg: Int32, thread: Int32
-    ) -> None:
+    def run(self, resources: Resources, wg: Int32, thread: Int32) -> None:
         """All tiles that the producer posts."""
+        args, atoms, shared, pipes = resources
         plan = self.plan
         scores, grads = score_side(plan, atoms, shared, wg), grad_side(plan, atoms, shared, wg)
         dq = dq_side(plan, atoms, shared, wg)
@@ -57,16 +56,12 @@ class FusedConsumer:
         tile_state.advance()
         while coord.block >= 0:
             pipes.keys.consumer_wait(keys_state)
-            at = self.tile(args, atoms, shared, pipes, scores, grads, dq, coord, at, wg, thread)
+            at = self.tile(resources, scores, grads, dq, coord, at, wg, thread)
             all_consumers_sync(2)  # both warpgroups have finished their wgmmas on K
             self.epilogue.stage(grads.acc_dK, atoms.mma_dk, args.scale, shared.sK[None, None, wg], wg, thread)
-            self.epilogue.store(
-                atoms.tma_dk, args.mdK, shared.sK[None, None, wg], plan.tile_hdim, coord, wg, thread
-            )
+            self.epilogue.store(atoms.tma_dk, args.mdK, shared.sK[None, None, wg], plan.tile_hdim, coord, wg, thread)
             self.epilogue.stage(scores.acc_dV, atoms.mma_dv, Float32(1.0), shared.sV[None, None, wg], wg, thread)
-            self.epilogue.store(
-                atoms.tma_dv, args.mdV, shared.sV[None, None, wg], plan.tile_hdimv, coord, wg, thread
-            )
+            self.epilogue.store(atoms.tma_dv, args.mdV, shared.sV[None, None, wg], plan.tile_hdimv, coord, wg, thread)
             self.epilogue.wait_stored(thread)
             pipes.keys.consumer_release(keys_state)
             keys_state.advance()
@@ -75,10 +70,11 @@ class FusedConsumer:
 
     @cute.jit
     def tile(
-        self, args: DkdvArgs, atoms: DkdvAtoms, shared: SharedTensors, pipes: Pipelines, scores: ScoreSide,
+        self, resources: Resources, scores: ScoreSide,
         grads: GradSide, dq: DqSide, coord: TileCoord, at: Cursors, wg: Int32, thread: Int32,
     ) -> Cursors:  # fmt: skip
         """One tile up to unscaled dK and dV; returns the cursors."""
+        args, atoms, _, pipes = resources
         view = key_view(self.plan, args, coord, wg, thread)
         order = query_schedule(self.plan, args, coord)
         total = order.count * (args.mQ.shape[2] // args.mK.shape[2])  # all query heads of the key head
@@ -90,19 +86,18 @@ class FusedConsumer:
             warpgroup.wait_group(0)
         m_block = order.first
         for i in cutlass.range(total, unroll=1):
-            at = self.step(
-                args, atoms, shared, pipes, scores, grads, dq, view, at, m_block, i % 2, i + 1 < total, wg, thread
-            )
+            at = self.step(resources, scores, grads, dq, view, at, m_block, i % 2, i + 1 < total, wg, thread)
             m_block = order.after(m_block)
         return at
 
     @cute.jit
     def step(
-        self, args: DkdvArgs, atoms: DkdvAtoms, shared: SharedTensors, pipes: Pipelines, scores: ScoreSide,
+        self, resources: Resources, scores: ScoreSide,
         grads: GradSide, dq: DqSide, view: KeyView, at: Cursors, m_block: Int32, ds_stage: Int32, has_next: Any,
         wg: Int32, thread: Int32,
     ) -> Cursors:  # fmt: skip
         """One query block, whose scores are there, up to dQ, dK, dV; and the next block's scores."""
+        args, atoms, shared, pipes = resources
         plan = self.plan
         if const_expr(not self.is_ahead):
             pipes.q.consumer_wait(at.q)

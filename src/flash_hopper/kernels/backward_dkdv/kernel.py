@@ -23,21 +23,20 @@ from flash_hopper.device.pipelines import thread_pipeline, tma_pipeline
 from flash_hopper.device.schedulers.mailbox import SLOT_INTS, TileMailbox
 from flash_hopper.device.schedulers.numbering import make_scheduler
 from flash_hopper.geometry.arith import ceil_div
-from flash_hopper.kernels.backward_dkdv.args import DkdvArgs, DkdvAtoms, Pipelines
+from flash_hopper.kernels.backward_dkdv.args import DkdvArgs, DkdvAtoms, Pipelines, Resources
 from flash_hopper.kernels.backward_dkdv.consumer import Consumer
 from flash_hopper.kernels.backward_dkdv.dq_writer import DqWriter
 from flash_hopper.kernels.backward_dkdv.fused_consumer import FusedConsumer
 from flash_hopper.kernels.backward_dkdv.producer import Producer
 from flash_hopper.kernels.backward_dkdv.split_consumer import SplitConsumer
 from flash_hopper.kernels.backward_dkdv.storage import (
-    DQ_PIECE,
     WG_KEYS,
     TileLayouts,
     allocate,
     shared_struct,
     tile_layouts,
 )
-from flash_hopper.plan.backward import STATISTICS_ROWS, BackwardDkdvPlan
+from flash_hopper.plan.backward import DQ_PIECE, STATISTICS_ROWS, BackwardDkdvPlan
 from flash_hopper.plan.roles import TILE_SLOTS, WARPGROUP, backward_dkdv_pipelines, roles_of
 
 LOG2_E = math.log2(math.e)
@@ -164,7 +163,7 @@ class BackwardDkdvKernel:
         else:
             cute.arch.setmaxregister_increase(roles.consumer_registers)
             wg = cute.arch.make_warp_uniform(thread // WARPGROUP - 1)
-            self.consumer.run(args, atoms, shared, pipes, wg, thread % WARPGROUP)
+            self.consumer.run(Resources(args, atoms, shared, pipes), wg, thread % WARPGROUP)
 
     def pipelines(self, storage: Any, tiles: TileLayouts) -> Pipelines:
         """All pipelines of the kernel; sizes are checked against the plan."""

@@ -4,20 +4,16 @@ Warpgroup 0 computes S^T and P^T and adds up dV; warpgroup 1 computes dP^T and d
 to thread: both hold the same element in the same register. While one makes P or dS, the tensor core works for the other.
 """
 
-from typing import Any
-
 from flash_hopper.device.barriers import all_consumers_sync, handover_arrive, handover_wait
 from flash_hopper.device.dsl import Float32, Int32, cute, cutlass, warpgroup
 from flash_hopper.device.layouts import acc_as_rows
 from flash_hopper.device.pipelines import consumer_state
 from flash_hopper.device.probabilities import grad_columns
 from flash_hopper.device.registers import to_operand
-from flash_hopper.geometry.tiles import TileCoord
-from flash_hopper.kernels.backward_dkdv.args import Cursors, DkdvArgs, DkdvAtoms, Pipelines, SharedTensors
+from flash_hopper.kernels.backward_dkdv.args import Cursors, Resources, SharedTensors
 from flash_hopper.kernels.backward_dkdv.consumer import key_view, make_p
 from flash_hopper.kernels.backward_dkdv.epilogue import Epilogue
 from flash_hopper.kernels.backward_dkdv.fragments import (
-    GradSide,
     ScoreSide,
     grad_side,
     issue_dk,
@@ -41,20 +37,17 @@ class SplitConsumer:
         self.epilogue = Epilogue(plan)
 
     @cute.jit
-    def run(
-        self, args: DkdvArgs, atoms: DkdvAtoms, shared: SharedTensors, pipes: Pipelines, wg: Int32, thread: Int32
-    ) -> None:
+    def run(self, resources: Resources, wg: Int32, thread: Int32) -> None:
         """All tiles that the producer posts."""
         if wg == SCORES:
-            self.run_scores(args, atoms, shared, pipes, thread)
+            self.run_scores(resources, thread)
         else:
-            self.run_grads(args, atoms, shared, pipes, thread)
+            self.run_grads(resources, thread)
 
     @cute.jit
-    def run_scores(
-        self, args: DkdvArgs, atoms: DkdvAtoms, shared: SharedTensors, pipes: Pipelines, thread: Int32
-    ) -> None:
+    def run_scores(self, resources: Resources, thread: Int32) -> None:
         """Warpgroup 0: P and dV."""
+        args, atoms, shared, pipes = resources
         plan = self.plan
         side = score_side(plan, atoms, shared, Int32(0))
         keys_state, tile_state = consumer_state(1), consumer_state(TILE_SLOTS)
@@ -94,10 +87,9 @@ class SplitConsumer:
             tile_state.advance()
 
     @cute.jit
-    def run_grads(
-        self, args: DkdvArgs, atoms: DkdvAtoms, shared: SharedTensors, pipes: Pipelines, thread: Int32
-    ) -> None:
+    def run_grads(self, resources: Resources, thread: Int32) -> None:
         """Warpgroup 1: dP, dS and dK."""
+        args, atoms, shared, pipes = resources
         plan = self.plan
         side = grad_side(plan, atoms, shared, Int32(0))
         p = cute.make_rmem_tensor_like(side.acc_dP)
@@ -117,9 +109,7 @@ class SplitConsumer:
                 issue_dp(atoms, side, at.do)
                 warpgroup.wait_group(0)
                 self.receive_p(shared, p, thread)
-                grad_columns(
-                    acc_as_rows(p), acc_as_rows(side.acc_dP), shared.sDelta[None, at.do.index], view.lane_col
-                )
+                grad_columns(acc_as_rows(p), acc_as_rows(side.acc_dP), shared.sDelta[None, at.do.index], view.lane_col)
                 pipes.do.consumer_release(at.do)
                 to_operand(side.acc_dP, side.tKrdS, plan.dtype)
                 pipes.q.consumer_wait(at.q)

@@ -18,13 +18,12 @@ from flash_hopper.device.dsl import ELEMENT_TYPES, Float32, Int32, Int64, SmemAl
 from flash_hopper.device.layouts import stacked, tile_layout
 from flash_hopper.device.schedulers.mailbox import SLOT_INTS
 from flash_hopper.kernels.backward_dkdv.args import SharedTensors
-from flash_hopper.plan.backward import BackwardDkdvPlan
+from flash_hopper.plan.backward import DQ_PIECE, BackwardDkdvPlan
 from flash_hopper.plan.budget import check_shared_memory
 from flash_hopper.plan.roles import WARPGROUP, backward_dkdv_pipelines
 
 WG_KEYS = 64
 SWIZZLE_ALIGN = 1024
-DQ_PIECE = 64 * 64  # float32 values of dQ that a warpgroup computes per query block
 DS_STAGES = 2  # so that one barrier a block suffices: the other buffer is still being read
 
 

@@ -138,7 +138,9 @@ class BackwardDqKernel:
         dtype = ELEMENT_TYPES[self.plan.dtype]
         size = {name: cute.size_in_bytes(dtype, getattr(tiles, name)) for name in ("q", "do", "k", "v")}
         return Pipelines(
-            rows=tma_pipeline(specs["rows"], storage.bar_rows, (size["q"] + size["do"]) * self.plan.consumer_warpgroups),
+            rows=tma_pipeline(
+                specs["rows"], storage.bar_rows, (size["q"] + size["do"]) * self.plan.consumer_warpgroups
+            ),
             k=tma_pipeline(specs["k"], storage.bar_k, size["k"]),
             v=tma_pipeline(specs["v"], storage.bar_v, size["v"]),
             tiles=TileMailbox(

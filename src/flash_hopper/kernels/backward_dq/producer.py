@@ -63,12 +63,8 @@ class Producer:
         )
         head_k = coord.head // (args.mQ.shape[2] // args.mK.shape[2])
         mK, mV = args.mK[None, None, head_k, coord.batch], args.mV[None, None, head_k, coord.batch]
-        k_src, k_dst = partition(
-            atoms.tma_k, cute.local_tile(mK, (plan.tile_n, plan.tile_hdim), (None, 0)), shared.sK
-        )
-        v_src, v_dst = partition(
-            atoms.tma_v, cute.local_tile(mV, (plan.tile_n, plan.tile_hdimv), (None, 0)), shared.sV
-        )
+        k_src, k_dst = partition(atoms.tma_k, cute.local_tile(mK, (plan.tile_n, plan.tile_hdim), (None, 0)), shared.sK)
+        v_src, v_dst = partition(atoms.tma_v, cute.local_tile(mV, (plan.tile_n, plan.tile_hdimv), (None, 0)), shared.sV)
         for i in cutlass.range(blocks.end, unroll=1):
             n_block = blocks.end - 1 - i
             pipes.k.producer_acquire(k_state)

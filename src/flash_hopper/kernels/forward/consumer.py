@@ -8,7 +8,7 @@ it would hide the overlap.
 from typing import Any, NamedTuple
 
 from flash_hopper.device.barriers import Turns
-from flash_hopper.device.dsl import ELEMENT_TYPES, Float32, Int32, Constexpr, const_expr, cute, cutlass, warpgroup
+from flash_hopper.device.dsl import ELEMENT_TYPES, Constexpr, Float32, Int32, const_expr, cute, cutlass, warpgroup
 from flash_hopper.device.gemm import issue
 from flash_hopper.device.layouts import acc_as_operand_a, acc_as_rows, transposed
 from flash_hopper.device.masking import mask_columns

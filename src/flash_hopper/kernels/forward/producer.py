@@ -83,12 +83,8 @@ class Producer:
             coord.block * plan.tile_m, plan.tile_m, args.mQ.shape[0], args.mK.shape[0], plan.tile_n, plan.is_causal
         )
         mK, mV = args.mK[None, None, head_k, coord.batch], args.mV[None, None, head_k, coord.batch]
-        k_src, k_dst = partition(
-            atoms.tma_k, cute.local_tile(mK, (plan.tile_n, plan.tile_hdim), (None, 0)), shared.sK
-        )
-        v_src, v_dst = partition(
-            atoms.tma_v, cute.local_tile(mV, (plan.tile_n, plan.tile_hdimv), (None, 0)), shared.sV
-        )
+        k_src, k_dst = partition(atoms.tma_k, cute.local_tile(mK, (plan.tile_n, plan.tile_hdim), (None, 0)), shared.sK)
+        v_src, v_dst = partition(atoms.tma_v, cute.local_tile(mV, (plan.tile_n, plan.tile_hdimv), (None, 0)), shared.sV)
         pipes.k.producer_acquire(k_state)
         load(atoms.tma_k, k_src[None, blocks.end - 1], k_dst[None, k_state.index], pipes.k, k_state)
         k_state.advance()

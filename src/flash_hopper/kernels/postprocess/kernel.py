@@ -23,8 +23,8 @@ from flash_hopper.device.dsl import (
 from flash_hopper.device.layouts import seqlen_major, stacked, tile_layout
 from flash_hopper.device.pipelines import partition
 from flash_hopper.geometry.arith import ceil_div
-from flash_hopper.kernels.backward_dkdv.storage import DQ_PIECE, SWIZZLE_ALIGN, dq_by_thread
-from flash_hopper.plan.backward import PostprocessPlan
+from flash_hopper.kernels.backward_dkdv.storage import SWIZZLE_ALIGN, dq_by_thread
+from flash_hopper.plan.backward import DQ_PIECE, PostprocessPlan
 from flash_hopper.plan.roles import WARPGROUP
 
 PIECE = 64
@@ -43,14 +43,15 @@ class PostprocessKernel:
         mdQ = seqlen_major(dq)
         dtype = ELEMENT_TYPES[self.plan.dtype]
         layout = tile_layout(PIECE, PIECE, dtype)
-        tma_dq, mdQ_tma = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileS2GOp(), mdQ, layout, (PIECE, PIECE)
-        )
+        tma_dq, mdQ_tma = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), mdQ, layout, (PIECE, PIECE))
         m_blocks = ceil_div(mdQ.shape[0], self.plan.tile_m)
         k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
         mma = make_trivial_tiled_mma(dtype, dtype, k_major, mn_major, Float32, (1, 1, 1), (PIECE, PIECE))
         self.kernel(accumulator, mdQ_tma, tma_dq, mma, scale, m_blocks).launch(
-            grid=[m_blocks * mdQ.shape[2] * mdQ.shape[3], 1, 1], block=[2 * WARPGROUP, 1, 1], stream=stream, use_pdl=True
+            grid=[m_blocks * mdQ.shape[2] * mdQ.shape[3], 1, 1],
+            block=[2 * WARPGROUP, 1, 1],
+            stream=stream,
+            use_pdl=True,
         )
 
     @cute.kernel
@@ -63,6 +64,7 @@ class PostprocessKernel:
         scale: Float32,
         m_blocks: Int32,
     ):
+        """One query block of one head."""
         dtype = ELEMENT_TYPES[self.plan.dtype]
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()

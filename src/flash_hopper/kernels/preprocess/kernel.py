@@ -65,6 +65,7 @@ class PreprocessKernel:
         mAccumulator: cute.Tensor | None,
         row_blocks: Int32,
     ):
+        """A CTA's rows; `threads_per_row` threads share a row."""
         per_row = self.plan.threads_per_row
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()

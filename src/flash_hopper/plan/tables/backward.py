@@ -26,12 +26,12 @@ class DkdvTile:
     is_deferred: bool = False
 
 
-# (head dim up to, head dim of v up to, tile)
+# (head dim up to, head dim of v up to, tile for full attention, for causal); H200, 2026-11, docs/findings/backward.md
 DQ_ROWS = (
-    (64, 64, DqTile(192, 80, 2, 2)),
-    (128, 128, DqTile(128, 112, 2, 2)),
-    (192, 192, DqTile(128, 64, 2, 2)),
-    (256, 256, DqTile(128, 64, 2, 1)),
+    (64, 64, DqTile(128, 128, 2, 2, has_pingpong=False), DqTile(192, 80, 2, 2)),
+    (128, 128, DqTile(128, 128, 2, 2), DqTile(128, 128, 2, 2)),
+    (192, 192, DqTile(128, 80, 2, 2, has_pingpong=False), DqTile(128, 80, 2, 2, has_pingpong=False)),
+    (256, 256, DqTile(128, 64, 2, 1, has_pingpong=False), DqTile(128, 64, 2, 1, has_pingpong=False)),
 )
 DKDV_ROWS = (
     (64, 64, DkdvTile(96, 128, 3, 3, is_deferred=True)),
@@ -41,9 +41,10 @@ DKDV_ROWS = (
 )
 
 
-def choose_dq_tile(hdim: int, hdimv: int) -> DqTile:
+def choose_dq_tile(hdim: int, hdimv: int, is_causal: bool) -> DqTile:
     """The query-parallel kernel's tile for padded head dims."""
-    return next(tile for d, dv, tile in DQ_ROWS if hdim <= d and hdimv <= dv)
+    full, causal = next((full, causal) for d, dv, full, causal in DQ_ROWS if hdim <= d and hdimv <= dv)
+    return causal if is_causal else full
 
 
 def choose_dkdv_tile(hdim: int, hdimv: int) -> DkdvTile:
