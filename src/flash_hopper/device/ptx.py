@@ -35,6 +35,12 @@ def max3_bits(a: Float32, b: Float32, c: Float32, *, loc: Any = None, ip: Any = 
 
 
 @dsl_user_op
+def multiply_rounded(a: Float32, b: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
+    """mul.rn.f32: a product that the compiler may not contract with a later addition into one FMA."""
+    return Float32(_asm(mlir_types.f32(), "mul.rn.f32 $0, $1, $2;", "=f,f,f", (a, b), False, loc, ip))
+
+
+@dsl_user_op
 def pack_16bit(lo: Float32, hi: Float32, dtype: DType, *, loc: Any = None, ip: Any = None) -> Int32:
     """cvt.rn.{bf16x2,f16x2}.f32: two floats to one register, `lo` in the low half.
 

@@ -10,7 +10,7 @@ See docs/algorithm.md; section 4.6 of the specification describes the eager form
 from typing import NamedTuple
 
 from flash_hopper.device.dsl import Boolean, Constexpr, Float32, const_expr, cute, cutlass
-from flash_hopper.device.ptx import max3_bits, sign_bit
+from flash_hopper.device.ptx import max3_bits, multiply_rounded, sign_bit
 
 LAZY_LOG2 = (
     8.0  # a score may exceed the reference by this many powers of two; 2^8 is far from overflow in bf16 and fp16
@@ -79,8 +79,9 @@ def update(state: SoftmaxState, rows: cute.Tensor, scale_log2: Float32, is_first
         if moves:
             for r in cutlass.range_constexpr(2):
                 new_max = _row_max(rows, r, row_max[r])
-                # a row without any key so far: exp2(-inf - 0) = 0
-                rescale[r] = cute.math.exp2(row_max[r] * scale_log2 - _reference(new_max, scale_log2), fastmath=True)
+                # a row without any key so far: exp2(-inf - 0) = 0; an unchanged reference: exactly 1
+                moved = multiply_rounded(row_max[r], scale_log2) - _reference(new_max, scale_log2)
+                rescale[r] = cute.math.exp2(moved, fastmath=True)
                 row_sum[r] = row_sum[r] * rescale[r]
                 row_max[r] = new_max
     for r in cutlass.range_constexpr(2):
@@ -95,8 +96,12 @@ def update(state: SoftmaxState, rows: cute.Tensor, scale_log2: Float32, is_first
 
 
 def _reference(row_max: Float32, scale_log2: Float32) -> Float32:
-    """The scaled reference; 0 for a row that has seen no key, whose scores are all -inf."""
-    return cutlass.select_(row_max == -Float32.inf, Float32(0.0), row_max * scale_log2)
+    """The scaled reference; 0 for a row that has seen no key, whose scores are all -inf.
+
+    Rounded once, for exponents and factors alike. Contracted into an FMA, the factor of a row whose reference stays would
+    be off by up to an ulp of the reference at each visit, all in one direction: LSE drifts (docs/findings/lazy_max.md).
+    """
+    return cutlass.select_(row_max == -Float32.inf, Float32(0.0), multiply_rounded(row_max, scale_log2))
 
 
 @cute.jit
