@@ -16,21 +16,21 @@ from flash_hopper.problem.dtypes import DType
 from flash_hopper.problem.errors import ArgumentError
 from flash_hopper.reference import naive
 from flash_hopper.testing import bench_run, timing
-from flash_hopper.testing.bench_run import BenchRow, Settings, compare, measure, read_rows, summarise, write_rows
-from flash_hopper.testing.bench_suites import SUITES, BenchShape, Selection, bench_suite
+from flash_hopper.testing.bench_rows import (
+    BenchRow,
+    compare,
+    deterministic_costs,
+    read_rows,
+    summarise,
+    write_rows,
+)
+from flash_hopper.testing.bench_run import Settings, default_providers, measure
+from flash_hopper.testing.bench_suites import DIRECTIONS, SUITES, BenchShape, Selection, bench_suite
 from flash_hopper.testing.clocks import ClockSampler, Sample, parse_nvidia_smi
 from flash_hopper.testing.environment import environment
 from flash_hopper.testing.plots import plot_rows
-from flash_hopper.testing.providers import (
-    PROVIDERS,
-    Prepared,
-    ProviderAbsent,
-    WrongResult,
-    check_result,
-    flash_attn_like,
-    make_inputs,
-    prepare,
-)
+from flash_hopper.testing.provider_base import Prepared, make_inputs
+from flash_hopper.testing.providers import MAKERS
 from flash_hopper.testing.tables import render_table, render_tables, update_tables
 from flash_hopper.testing.timing import burst, host_cost, steady
 
@@ -165,6 +165,34 @@ def test_the_paper_suite_is_16k_tokens_of_hidden_2048():
     assert {shape.dtype for shape in bench_suite("paper", Selection(dtype=DType.FP16))} == {DType.FP16}
 
 
+def test_the_train_suite_is_causal_layers_of_16k_tokens_in_both_directions():
+    shapes = bench_suite("train", Selection())
+    assert [shape.direction for shape in shapes] == ["forward"] * 10 + ["backward"] * 10
+    assert {(s.d, s.dv, s.heads // s.heads_k) for s in shapes} == {
+        (128, 128, 4), (128, 128, 8), (192, 128, 1), (96, 96, 1), (192, 192, 1)
+    }  # fmt: skip
+    assert {(s.heads, s.heads_k) for s in shapes if s.d == 128} == {(32, 8), (64, 8)}
+    for shape in shapes:
+        assert shape.causal
+        assert shape.seqlen_q == shape.seqlen_k
+        assert shape.seqlen_q in (4096, 8192)
+        assert shape.batch * shape.seqlen_q == 16_384
+
+
+@pytest.mark.parametrize("name", ["paper", "train", "host"])
+def test_a_direction_chooses_what_of_each_shape_is_measured(name):
+    forward, backward, both = (bench_suite(name, Selection(), d) for d in ("forward", "backward", "both"))
+    assert both == forward + backward
+    assert [replace(shape, direction="forward") for shape in backward] == forward
+    for there, back in zip(forward, backward, strict=True):
+        assert back.flops == 2.5 * there.flops == 2.5 * there.problem.flops
+        assert back.bytes_moved == 2 * there.bytes_moved
+        assert str(back) != str(there)
+        assert set(default_providers(back)) <= set(MAKERS["backward"])
+        assert set(default_providers(there)) <= set(MAKERS["forward"])
+        assert default_providers(back)[:2] == ("ours", "ours-det")
+
+
 @pytest.mark.parametrize("name", SUITES)
 def test_suites_hold_different_shapes_that_are_checked_requests(name):
     shapes = bench_suite(name, Selection())
@@ -180,36 +208,18 @@ def exact(inputs, shape):
     return out.to(inputs.q.dtype)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("dtype", [DType.BF16, DType.FP16])
-def test_a_right_result_passes_the_check_and_each_kind_of_wrong_one_fails(dtype, causal):
-    shape = replace(SMALL, dtype=dtype, causal=causal)
-    inputs = make_inputs(shape, "cpu")
-    right = exact(inputs, shape)
-    check_result(right, shape, inputs)
-    check_result((right, None), shape, inputs)
-    check_result(right.transpose(1, 2), shape, inputs, seqlen_dim=2)
-    other_mask = exact(inputs, replace(shape, causal=not causal))
-    swapped_heads = right[:, :, [1, 0, 3, 2]]
-    unwritten = right.clone()
-    unwritten[-1, -1, -1, -1] = torch.nan
-    one_element = right.clone()
-    one_element[0, 0, 0, 5] += 0.5
-    for wrong in (other_mask, swapped_heads, unwritten, one_element, right[:, :-1], "no tensor", right * 1.2):
-        with pytest.raises(WrongResult):
-            check_result(wrong, shape, inputs)
+def exact_gradients(inputs, shape):
+    leaves = [t.double().requires_grad_() for t in (inputs.q, inputs.k, inputs.v)]
+    out, _ = naive.attention(*leaves, softmax_scale=shape.d**-0.5, causal=shape.causal)
+    return tuple(g.to(inputs.q.dtype) for g in torch.autograd.grad(out, leaves, inputs.dout.double()))
 
 
-def test_the_cpu_backend_passes_as_provider_and_missing_ones_are_absent_with_the_reason():
-    inputs = make_inputs(SMALL, "cpu")
-    assert isinstance(prepare("ours", SMALL, inputs), Prepared)
-    assert isinstance(prepare("ours-out", SMALL, inputs), Prepared)
-    with pytest.raises(ProviderAbsent, match="top-left"):
-        prepare("sdpa-flash", SMALL, inputs)
-    with pytest.raises(ProviderAbsent, match="unknown provider"):
-        prepare("theirs", SMALL, inputs)
-    with pytest.raises(ProviderAbsent, match="not installed"):
-        flash_attn_like("not_a_package_of_anyone.cute")(SMALL, inputs)
+RIGHT = {"forward": exact, "backward": exact_gradients}
+
+
+def wrong(inputs, shape):
+    right = RIGHT[shape.direction](inputs, shape)
+    return 2 * right if shape.direction == "forward" else tuple(2 * gradient for gradient in right)
 
 
 @pytest.fixture
@@ -219,44 +229,58 @@ def measured_on_cpu(monkeypatch):
 
     def provider(us, result):
         def make(shape, inputs):
-            out = result(shape, inputs)
+            made = result(inputs, shape)
 
             def call():
                 queue.now += us
-                return out
+                return made
 
             return Prepared(call)
 
         return make
 
-    monkeypatch.setitem(PROVIDERS, "ours", provider(100.0, lambda shape, inputs: exact(inputs, shape)))
-    monkeypatch.setitem(PROVIDERS, "fa3", provider(125.0, lambda shape, inputs: exact(inputs, shape)))
-    monkeypatch.setitem(PROVIDERS, "fa4", provider(1.0, lambda shape, inputs: 2 * exact(inputs, shape)))
+    for direction, right in RIGHT.items():
+        times = {"ours": (100.0, right), "fa3": (125.0, right), "fa4": (1.0, wrong), "ours-det": (150.0, right)}
+        for name, (us, result) in times.items():
+            monkeypatch.setitem(MAKERS[direction], name, provider(us, result))
     monkeypatch.setattr(bench_run, "make_inputs", lambda shape, device: make_inputs(shape, "cpu"))
     return queue
 
 
-def test_rows_hold_times_rates_and_reasons(measured_on_cpu):
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_rows_hold_times_rates_and_reasons(measured_on_cpu, direction):
     settings = Settings(("ours", "fa3", "fa4", "sdpa-flash"), ("burst", "host-idle"), rounds=3, pause_s=0.0)
-    rows = {(r.provider, r.protocol): r for r in measure(SMALL, settings, measured_on_cpu)}
+    shape = replace(SMALL, direction=direction)
+    rows = {(r.provider, r.protocol): r for r in measure(shape, settings, measured_on_cpu)}
     assert len(rows) == 8
+    assert {r.direction for r in rows.values()} == {direction}
     ours = rows["ours", "burst"]
     assert ours.us == pytest.approx(100.0)
-    assert ours.tflops == pytest.approx(SMALL.problem.flops / 100.0 * 1e-6, abs=0.01)
-    assert ours.tbps == pytest.approx(SMALL.bytes_moved / 100.0 * 1e-6, abs=1e-4)
+    flops = SMALL.problem.flops * (2.5 if direction == "backward" else 1)
+    assert ours.tflops == pytest.approx(flops / 100.0 * 1e-6, abs=0.01)
+    assert ours.tbps == pytest.approx(shape.bytes_moved / 100.0 * 1e-6, abs=1e-4)
     assert rows["ours", "host-idle"].tflops is None
     assert rows["fa4", "burst"].us is None
-    assert rows["fa4", "burst"].error.startswith("wrong: out[")
+    assert rows["fa4", "burst"].error.startswith("wrong: out[" if direction == "forward" else "wrong: d")
     assert rows["sdpa-flash", "burst"].error.startswith("absent: ")
     assert [s.geometric_mean for s in summarise(list(rows.values())) if s.protocol == "burst"] == [pytest.approx(1.25)]
 
 
-def row(provider, us, *, seqlen=1024, protocol="burst", d=128, causal=False, **more):
+def test_the_default_providers_of_the_backward_include_the_deterministic_mode(measured_on_cpu):
+    shape = replace(SMALL, direction="backward")
+    rows = list(measure(shape, Settings(None, ("burst",), rounds=3, pause_s=0.0), measured_on_cpu))
+    assert [r.provider for r in rows] == list(default_providers(shape))
+    (summary,) = summarise(rows)
+    assert summary.geometric_mean == pytest.approx(1.25)  # against fa3, not against ours-det
+    assert summary.deterministic_mean == pytest.approx(1.5)
+
+
+def row(provider, us, *, seqlen=1024, protocol="burst", d=128, causal=False, direction="forward", heads_k=16, **more):
     sizes = {"d": d, "dv": d, "causal": causal, "seqlen_q": seqlen, "seqlen_k": seqlen}
-    sizes |= {"batch": 16, "heads": 16, "heads_k": 16}
+    sizes |= {"batch": 16, "heads": 16, "heads_k": heads_k}
     rate = None if us is None or protocol not in bench_run.GPU_PROTOCOLS else 1e5 / us
     return BenchRow(
-        "paper", "forward", "bf16", **sizes, provider=provider, protocol=protocol, us=us, tflops=rate, **more
+        "paper", direction, "bf16", **sizes, provider=provider, protocol=protocol, us=us, tflops=rate, **more
     )
 
 
@@ -277,10 +301,35 @@ def test_ours_is_compared_with_the_fastest_peer_of_the_same_cell():
     burst_summary, steady_summary = summarise(rows)
     assert burst_summary.geometric_mean == pytest.approx(math.sqrt(0.9 * 1.6))
     assert (burst_summary.cells, burst_summary.unmatched) == (2, 1)
-    assert burst_summary.worst.peer.provider == "fa3"
+    assert burst_summary.worst.other.provider == "fa3"
     assert burst_summary.worst.ratio == pytest.approx(0.9)
     assert steady_summary.geometric_mean == 2.0
     assert summarise([row("ours", 1.0)]) == []
+
+
+def test_directions_are_summarised_apart_and_determinism_is_a_cost_and_no_peer():
+    rows = [
+        row("ours", 100.0),
+        row("fa3", 110.0),
+        row("ours", 300.0, direction="backward"),
+        row("ours-det", 330.0, direction="backward"),
+        row("fa3", 270.0, direction="backward"),
+        row("ours", 100.0, direction="backward", d=256),
+        row("ours-det", 90.0, direction="backward", d=256),
+    ]
+    assert [c.other.provider for c in compare(rows)] == ["fa3", "fa3"]
+    assert [c.ratio for c in deterministic_costs(rows)] == pytest.approx([1.1, 0.9])
+    forward, backward = summarise(rows)
+    assert (forward.direction, backward.direction) == DIRECTIONS
+    assert forward.geometric_mean == pytest.approx(1.1)
+    assert forward.deterministic_worst is None
+    assert backward.geometric_mean == pytest.approx(0.9)
+    assert (backward.cells, backward.unmatched) == (1, 1)
+    assert backward.deterministic_mean == pytest.approx(math.sqrt(1.1 * 0.9))
+    assert backward.deterministic_worst.ours.d == 128
+    (alone,) = summarise(rows[-2:])
+    assert alone.worst is None
+    assert alone.deterministic_worst.ratio == pytest.approx(0.9)
 
 
 def test_stored_rows_come_back_equal_and_damage_is_named(tmp_path):
@@ -313,7 +362,7 @@ def test_a_table_has_a_line_per_provider_and_marks_the_best():
     assert lines[3] == "| 64 | full | FA3 C++ | **1250** | 500 |"
     assert len([line for line in lines if line.startswith("|")]) == 2 + 8
     assert "FA4" not in "".join(lines)
-    assert lines[-1] == "H200, driver 580, torch 2.11, 2026-11-29, protocol burst, bf16."
+    assert lines[-1] == "H200, driver 580, torch 2.11, 2026-11-29, forward, protocol burst, bf16."
     host = render_table(ENV, [row("ours", 12.34, protocol="host-idle")])
     assert "| us | 1k |" in host
     assert "**12.3**" in host
@@ -336,6 +385,18 @@ def test_marked_tables_of_a_document_follow_their_files(tmp_path):
         render_tables("<!-- bench: rows.json steady -->\n<!-- /bench -->", tmp_path)
 
 
+def test_a_table_shows_one_direction_and_names_shared_heads(tmp_path):
+    rows = [row("ours", 100.0), row("ours", 200.0, direction="backward"), row("ours", 50.0, heads_k=4)]
+    write_rows(tmp_path / "rows.json", ENV, rows)
+    with pytest.raises(ArgumentError, match="both directions"):
+        render_tables("<!-- bench: rows.json burst -->\n<!-- /bench -->", tmp_path)
+    text = render_tables("<!-- bench: rows.json burst backward -->\n<!-- /bench -->", tmp_path)
+    assert "| 128 | full | flash-hopper | **500** |" in text
+    assert "backward, protocol burst" in text
+    text = render_tables("<!-- bench: rows.json burst forward -->\n<!-- /bench -->", tmp_path)
+    assert "| 128 h16/4 | full | flash-hopper | **2000** |" in text
+
+
 def test_the_same_rows_give_the_same_figure(tmp_path):
     pytest.importorskip("matplotlib", reason="figures need the plot extra")
     for name in ("a", "b"):
@@ -343,8 +404,9 @@ def test_the_same_rows_give_the_same_figure(tmp_path):
     first = (tmp_path / "a.svg").read_text()
     assert first == (tmp_path / "b.svg").read_text()
     assert first.lstrip().startswith("<?xml")
-    with pytest.raises(ArgumentError, match="one protocol"):
-        plot_rows(ENV, [row("ours", 1.0), row("ours", 1.0, protocol="steady")], tmp_path / "c.svg")
+    for other in ({"protocol": "steady"}, {"direction": "backward"}):
+        with pytest.raises(ArgumentError, match="one protocol and direction"):
+            plot_rows(ENV, [row("ours", 1.0), row("ours", 1.0, **other)], tmp_path / "c.svg")
     with pytest.raises(ArgumentError, match="none"):
         plot_rows(ENV, [row("ours", None)], tmp_path / "c.svg")
     plot_rows(ENV, list(paper_rows()), tmp_path / "a.png")
@@ -355,14 +417,27 @@ def test_stored_rows_are_shown_summarised_and_drawn_without_a_gpu(tmp_path):
     pytest.importorskip("matplotlib", reason="figures need the plot extra")
     stored = tmp_path / "rows.json"
     steady_rows = [replace(r, protocol="steady", mhz=1500.0, watt=690.0) for r in paper_rows()]
-    write_rows(stored, ENV, [*paper_rows(), *steady_rows])
-    arguments = ["bench", "--from-json", str(stored), "--plot", str(tmp_path / "fig.svg")]
-    shown = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
-    assert shown.exit_code == 0, shown.output
-    assert "burst: ours / best peer, geometric mean of 8 cells: 1.265" in shown.output
-    assert "worst 0.800 (d64 full s512, fa3)" in shown.output
-    assert "1500 MHz, 690 W" in shown.output
-    assert sorted(p.name for p in tmp_path.glob("*.svg")) == ["fig-burst.svg", "fig-steady.svg"]
-    shown = CliRunner().invoke(app, [*arguments, "--protocol", "burst"], env={"COLUMNS": "200"})
-    assert "steady" not in shown.output
+    backward = [row(name, us, direction="backward", heads_k=4) for name, us in (("ours", 100.0), ("ours-det", 125.0))]
+    write_rows(stored, ENV, [*paper_rows(), *steady_rows, *backward])
+
+    def shown(*arguments):
+        result = CliRunner().invoke(app, ["bench", "--from-json", str(stored), *arguments], env={"COLUMNS": "200"})
+        assert result.exit_code == 0, result.output
+        return result.output
+
+    output = shown("--plot", str(tmp_path / "fig.svg"))
+    assert "burst forward: ours / best peer, geometric mean of 8 cells: 1.265" in output
+    assert "worst 0.800 (d64 full s512, fa3)" in output
+    assert "1500 MHz, 690 W" in output
+    assert "deterministic 1.25x the time" in output
+    assert (
+        "burst backward: deterministic mode, time over ours, geometric mean: 1.250; worst 1.250 (d128 h16/4 full s1k)"
+        in output
+    )
+    assert sorted(p.name for p in tmp_path.glob("*.svg")) == [
+        "fig-burst-backward.svg", "fig-burst-forward.svg", "fig-steady-forward.svg"
+    ]  # fmt: skip
+    output = shown("--plot", str(tmp_path / "fig.svg"), "--protocol", "burst", "--direction", "forward")
+    assert "steady" not in output
+    assert "backward" not in output
     assert (tmp_path / "fig.svg").exists()

@@ -75,20 +75,20 @@ def test_help_loads_nothing_heavy():
 
 
 def test_an_error_is_one_message_and_a_failure_code():
-    refused = as_a_user("bench", "--direction", "backward")
+    refused = as_a_user("bench", "--suite", "decode")
     assert refused.returncode == 1
     assert refused.stdout == ""
-    assert refused.stderr.startswith("error: direction backward")
+    assert refused.stderr.startswith("error: suite decode")
     assert "Traceback" not in refused.stderr
 
 
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        (("--direction", "backward"), UnsupportedError, "backward"),
+        (("--suite", "cold", "--direction", "backward"), ArgumentError, "first forward call"),
         (("--direction", "sideways"), ArgumentError, "direction"),
         (("--suite", "decode"), UnsupportedError, "suite decode"),
-        (("--suite", "everything"), ArgumentError, "suite must be one of paper, host, cold"),
+        (("--suite", "everything"), ArgumentError, "suite must be one of paper, train, host, cold"),
         (("--dims", "100"), ArgumentError, "head dims are"),
         (("--seqlens", "8x"), ArgumentError, "16k"),
         (("--mask", "diagonal"), ArgumentError, "mask must be"),
@@ -107,9 +107,10 @@ def test_bench_refuses_by_name(arguments, error, message):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="claims something about machines without a GPU")
-def test_bench_without_a_gpu_says_what_it_needs():
+@pytest.mark.parametrize("arguments", [(), ("--direction", "backward"), ("--suite", "train")])
+def test_bench_without_a_gpu_says_what_it_needs(arguments):
     with pytest.raises(DeviceError, match=r"compute capability 9\.0"):
-        run("bench")
+        run("bench", *arguments)
 
 
 def test_env_shows_every_fact_and_the_same_as_json(tmp_path, monkeypatch):
@@ -136,7 +137,10 @@ def test_demo_without_a_gpu_checks_values_and_gradients_and_compiles_the_kernel(
         "gradient of q",
         "gradient of the block's input",
         "shared memory",
-        "compiled for sm_90a",
+        "compiled for sm_90a, forward and backward",
+        "preprocess_bf16",
+        "backward_dkdv_bf16",
+        "postprocess_bf16",
         "11 passed, 0 failed",
     ):
         assert part in shown

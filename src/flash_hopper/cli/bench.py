@@ -16,20 +16,27 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from flash_hopper.problem.errors import ArgumentError, DeviceError
 
 if TYPE_CHECKING:
-    from flash_hopper.testing.bench_run import BenchRow, Settings
+    from flash_hopper.testing.bench_rows import BenchRow, Summary
+    from flash_hopper.testing.bench_run import Settings
     from flash_hopper.testing.bench_suites import BenchShape, Selection
 
 MASKS = {"both": None, "full": False, "causal": True}
 
 
 def bench(
-    suite: Annotated[str, typer.Option(help="paper, host or cold.")] = "paper",
-    direction: Annotated[str, typer.Option(help="forward; backward comes with a later release.")] = "forward",
+    suite: Annotated[str, typer.Option(help="paper, train, host or cold.")] = "paper",
+    direction: Annotated[
+        str | None, typer.Option(help="forward, backward or both; by default both for train, else forward.")
+    ] = None,
     providers: Annotated[
-        str | None, typer.Option(help="Of ours, ours-out, sdpa-flash, sdpa-cudnn, fa3, fa4; by default all that fit.")
+        str | None,
+        typer.Option(
+            help="Of ours, ours-out (forward), ours-det (backward), sdpa-flash, sdpa-cudnn, fa3, fa4; by default all that fit."
+        ),
     ] = None,
     protocol: Annotated[
-        str | None, typer.Option(help="Of burst, steady, graph (paper); host-idle, host-busy; cold-import, cold-call.")
+        str | None,
+        typer.Option(help="Of burst, steady, graph (paper, train); host-idle, host-busy; cold-import, cold-call."),
     ] = None,
     dtype: Annotated[str, typer.Option(help="bf16 or fp16.")] = "bf16",
     dims: Annotated[str | None, typer.Option(help="Head dims to keep, e.g. 64,128.")] = None,
@@ -50,31 +57,32 @@ def bench(
     tables: Annotated[Path | None, typer.Option(help="Only fill the marked tables of this document.")] = None,
     commit: Annotated[str | None, typer.Option(help="Commit to store where this is no git checkout.")] = None,
 ) -> None:
-    """Time attention against the installed peers; every result is checked first."""
+    """Time attention, forward or backward, against the installed peers; every result is checked first."""
     console = Console()
     if tables is not None:
         _fill_tables(tables, console)
         return
     if from_json is not None:
-        from flash_hopper.testing.bench_run import read_rows
+        from flash_hopper.testing.bench_rows import read_rows
 
         env, rows = read_rows(from_json)
         rows = [row for row in rows if protocol is None or row.protocol in _names(protocol)]
+        rows = [row for row in rows if direction in (None, "both", row.direction)]
         for row_group in _by_case(rows):
             console.print(_case_line(row_group), soft_wrap=True)
     else:
-        from flash_hopper.testing.bench_run import DEFAULT_PROTOCOLS, DEFAULT_PROVIDERS, Settings, check_protocols
+        from flash_hopper.testing.bench_run import DEFAULT_PROTOCOLS, Settings, check_protocols
         from flash_hopper.testing.bench_suites import bench_suite
         from flash_hopper.testing.environment import environment
 
         shapes = bench_suite(suite, _selection(dtype, dims, seqlens, mask, cells), direction)
         protocols = _names(protocol) or DEFAULT_PROTOCOLS[suite]
         check_protocols(suite, protocols)
-        chosen = _names(providers) or DEFAULT_PROVIDERS[suite]
+        chosen = _names(providers)
         _check_providers(chosen)
         _require_hopper()
         env = environment(commit)
-        settings = Settings(chosen, protocols, rounds=rounds, steady_s=seconds)
+        settings = Settings(chosen or None, protocols, rounds=rounds, steady_s=seconds)
         rows = _measure_all(shapes, settings, console, env, json)
     _show_summary(rows, console)
     if plot is not None:
@@ -86,7 +94,8 @@ def bench(
 def _measure_all(
     shapes: "Sequence[BenchShape]", settings: "Settings", console: Console, env: dict[str, Any], json: Path | None
 ) -> "list[BenchRow]":
-    from flash_hopper.testing.bench_run import measure, write_rows
+    from flash_hopper.testing.bench_rows import write_rows
+    from flash_hopper.testing.bench_run import measure
     from flash_hopper.testing.timing import GpuQueue
 
     queue = GpuQueue()
@@ -122,20 +131,16 @@ def _by_case(rows: "Sequence[BenchRow]") -> "list[list[BenchRow]]":
 
 
 def _case_line(rows: "Sequence[BenchRow]") -> str:
-    """Shape, protocol, each provider's time and rate, and ours against the best other."""
-    from flash_hopper.testing.bench_run import compare
-    from flash_hopper.testing.bench_suites import length_label
+    """Shape, protocol, each provider's time and rate, ours against the best peer, and what determinism costs."""
+    from flash_hopper.testing.bench_rows import compare, deterministic_costs
 
     first = rows[0]
-    lengths = length_label(first.seqlen_q)
-    if first.seqlen_k != first.seqlen_q:
-        lengths += f"x{length_label(first.seqlen_k)}"
-    shape = f"{first.dtype} d{first.d} {'causal' if first.causal else 'full':6} s{lengths:4} {first.protocol:11}"
     times = [_time_text(row) for row in rows if row.us is not None]
-    ratio = "".join(
-        f"  [{'green' if c.ratio >= 1 else 'red'}]{c.ratio:.3f}x[/] of {c.peer.provider}" for c in compare(rows)
-    )
-    return f"{shape} " + ("  ".join(times) or "no provider could run") + ratio
+    notes = [
+        f"[{'green' if c.ratio >= 1 else 'red'}]{c.ratio:.3f}x[/] of {c.other.provider}" for c in compare(rows)
+    ] + [f"deterministic {c.ratio:.2f}x the time" for c in deterministic_costs(rows)]
+    what = f"{first.dtype} {first.where:18} {first.direction:8} {first.protocol:11}"
+    return "  ".join([f"{what} {'  '.join(times) or 'no provider could run'}", *notes])
 
 
 def _time_text(row: "BenchRow") -> str:
@@ -148,29 +153,45 @@ def _time_text(row: "BenchRow") -> str:
 
 
 def _show_summary(rows: "Sequence[BenchRow]", console: Console) -> None:
-    from flash_hopper.testing.bench_run import summarise
+    from flash_hopper.testing.bench_rows import summarise
 
     for summary in summarise(rows):
-        worst = summary.worst
-        where = f"d{worst.ours.d} {'causal' if worst.ours.causal else 'full'} s{worst.ours.seqlen_q}"
+        for line in _summary_lines(summary):
+            console.print(line, soft_wrap=True)
+
+
+def _summary_lines(summary: "Summary") -> list[str]:
+    """Ours against the best peer, and the deterministic mode against ours; each if there is anything to compare."""
+    lines = []
+    name = f"[bold]{summary.protocol} {summary.direction}[/]"
+    if summary.worst is not None:
         unmatched = f", {summary.unmatched} without a peer" if summary.unmatched else ""
-        console.print(
-            f"[bold]{summary.protocol}[/]: ours / best peer, geometric mean of {summary.cells} cells{unmatched}: "
-            f"[bold]{summary.geometric_mean:.3f}[/]; worst {worst.ratio:.3f} ({where}, {worst.peer.provider})",
-            soft_wrap=True,
+        lines.append(
+            f"{name}: ours / best peer, geometric mean of {summary.cells} cells{unmatched}: "
+            f"[bold]{summary.geometric_mean:.3f}[/]; worst {summary.worst.ratio:.3f} "
+            f"({summary.worst.ours.where}, {summary.worst.other.provider})"
         )
+    if summary.deterministic_worst is not None:
+        worst = summary.deterministic_worst
+        lines.append(
+            f"{name}: deterministic mode, time over ours, geometric mean: [bold]{summary.deterministic_mean:.3f}[/]; "
+            f"worst {worst.ratio:.3f} ({worst.ours.where})"
+        )
+    return lines
 
 
 def _draw(env: dict[str, Any], rows: "Sequence[BenchRow]", path: Path, console: Console) -> None:
-    """One figure for each protocol that has times."""
+    """One figure for each protocol and direction that has times."""
     from flash_hopper.testing.plots import plot_rows
 
-    protocols = list(dict.fromkeys(row.protocol for row in rows if row.us is not None))
-    if not protocols:
+    measured = [row for row in rows if row.us is not None]
+    if not measured:
         raise ArgumentError("there is no measured row to plot")
-    for protocol in protocols:
-        target = path if len(protocols) == 1 else path.with_stem(f"{path.stem}-{protocol}")
-        plot_rows(env, [row for row in rows if row.protocol == protocol], target)
+    several = len({row.protocol for row in measured}) > 1, len({row.direction for row in measured}) > 1
+    for names in dict.fromkeys((row.protocol, row.direction) for row in measured):
+        suffix = "".join(f"-{name}" for name, is_needed in zip(names, several, strict=True) if is_needed)
+        target = path.with_stem(path.stem + suffix)
+        plot_rows(env, [row for row in measured if (row.protocol, row.direction) == names], target)
         console.print(f"figure: {target}")
 
 
@@ -198,11 +219,12 @@ def _selection(dtype: str, dims: str | None, seqlens: str | None, mask: str, cel
 
 
 def _check_providers(names: Sequence[str]) -> None:
-    from flash_hopper.testing.providers import PROVIDERS
+    from flash_hopper.testing.providers import MAKERS
 
-    unknown = [name for name in names if name not in PROVIDERS]
+    known = list(dict.fromkeys(name for makers in MAKERS.values() for name in makers))
+    unknown = [name for name in names if name not in known]
     if unknown:
-        raise ArgumentError(f"providers must be of {', '.join(PROVIDERS)}, got {', '.join(unknown)}")
+        raise ArgumentError(f"providers must be of {', '.join(known)}, got {', '.join(unknown)}")
 
 
 def _require_hopper() -> None:

@@ -1,7 +1,7 @@
 """`flash-hopper demo`: attention on random tensors, on text inside a transformer block, and on your own tensors.
 
-On a GPU of compute capability 9.0 the kernels run: error against float64, TFLOP/s against PyTorch. Anywhere else the
-CPU backend gives the numbers, gradients too, and the Hopper kernel is compiled and its plan shown.
+Forward and gradients. On a GPU of compute capability 9.0 the kernels run: error against float64, TFLOP/s against PyTorch.
+Anywhere else the CPU backend gives the numbers, and the Hopper kernels are compiled and the forward's plan shown.
 """
 
 from pathlib import Path
@@ -42,7 +42,7 @@ def demo(
     head_dim: Annotated[int, typer.Option(min=8, help="Head dim, a multiple of 8.")] = 128,
     seed: Annotated[int, typer.Option(help="Seed of random tensors and weights.")] = 0,
 ) -> None:
-    """Run attention forward (and backward on the CPU) and show how right and how fast it is."""
+    """Run attention forward and backward and show how right and how fast it is."""
     from flash_hopper.testing import demo_run
     from flash_hopper.testing.block import BlockSizes, text_states
 
@@ -74,9 +74,8 @@ def demo(
         rows += _show_block(str(input), own, sizes, seed, console)
     if on_gpu:
         _show_speed((q, k, v), console)
-        console.print("Gradients on the GPU come with a later release; on CPU tensors they are there: --device cpu")
     else:
-        _show_kernel((q, k, v), console)
+        _show_kernels((q, k, v), console)
     failed = [row for row in rows if not row.passes]
     console.print(f"{len(rows) - len(failed)} passed, {len(failed)} failed: largest error at most twice PyTorch's")
     if failed:
@@ -124,7 +123,7 @@ def _show_attention(source: str, qkv: "tuple[torch.Tensor, ...]", console: Conso
     masks = (False, True) if q.shape[1] == k.shape[1] else (False,)
     for causal in masks:
         title = f"attention on {source}: q {tuple(q.shape)}, k {tuple(k.shape)}, {'causal' if causal else 'full'}"
-        rows += _show_accuracy(title, attention_accuracy(q, k, v, causal, with_gradients=not q.is_cuda), console)
+        rows += _show_accuracy(title, attention_accuracy(q, k, v, causal), console)
     return rows
 
 
@@ -132,7 +131,7 @@ def _show_block(source: str, x: "torch.Tensor", sizes: "BlockSizes", seed: int, 
     from flash_hopper.testing.demo_run import block_accuracy
 
     title = f"transformer block on {source}: {tuple(x.shape)}, {sizes.heads}/{sizes.heads_k} heads of {sizes.head_dim}"
-    return _show_accuracy(title, block_accuracy(x, sizes, seed, with_gradients=not x.is_cuda), console)
+    return _show_accuracy(title, block_accuracy(x, sizes, seed), console)
 
 
 def _show_accuracy(title: str, rows: "list[Accuracy]", console: Console) -> "list[Accuracy]":
@@ -148,27 +147,39 @@ def _show_accuracy(title: str, rows: "list[Accuracy]", console: Console) -> "lis
     return rows
 
 
-def _show_kernel(qkv: "tuple[torch.Tensor, ...]", console: Console) -> None:
-    """Compile the kernel that a Hopper GPU would run for these tensors, and show its plan."""
+def _show_kernels(qkv: "tuple[torch.Tensor, ...]", console: Console) -> None:
+    """Compile the kernels that a Hopper GPU would run for these tensors, and show the forward's plan."""
     from flash_hopper.cli.inspect import show_plan
     from flash_hopper.compile.build import build
+    from flash_hopper.plan.backward import BackwardRequest, plan_backward
     from flash_hopper.plan.forward import plan_forward
 
-    problem = _shape(qkv, causal=True).problem
+    problem = _shape(qkv, causal=True, direction="forward").problem
     plan = plan_forward(problem)
     console.print("[bold]The kernel that a Hopper GPU would run for the causal call[/]")
     show_plan(problem, plan, console)
+    request = BackwardRequest(needs_dq=True, needs_dkdv=True, has_dlse=False, is_deterministic=False)
+    backward = plan_backward(problem, request)
+    table = _table("compiled for sm_90a, forward and backward", "kernel", "seconds", "registers", "spills", "KB")
     with console.status("compiling for sm_90a"):
-        built = build(plan)
-    report = built.report
-    console.print(
-        f"compiled for sm_90a in {built.seconds:.1f} s: {report.registers} registers a thread at launch, "
-        f"{report.spill_bytes} bytes of spills, object file of {len(built.object_code) / 1e3:.0f} KB",
-        soft_wrap=True,
-    )
+        for each in (plan, backward.preprocess, backward.dkdv, backward.dq, backward.postprocess):
+            if each is not None:
+                built = build(each)
+                report = built.report
+                size = f"{len(built.object_code) / 1e3:.0f}"
+                table.add_row(each.name, f"{built.seconds:.1f}", str(report.registers), str(report.spill_bytes), size)
+    console.print(table)
 
 
-def _shape(qkv: "tuple[torch.Tensor, ...]", causal: bool) -> "BenchShape":
+def _table(title: str, *columns: str) -> Table:
+    """A table whose first column is text and whose others are numbers."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
+    for number, name in enumerate(columns):
+        table.add_column(name, justify="right" if number else "left", overflow="fold")
+    return table
+
+
+def _shape(qkv: "tuple[torch.Tensor, ...]", causal: bool, direction: str) -> "BenchShape":
     """The sizes of these tensors; fp32 tensors stand for the bf16 that a kernel would take."""
     import torch
 
@@ -178,18 +189,21 @@ def _shape(qkv: "tuple[torch.Tensor, ...]", causal: bool) -> "BenchShape":
     q, _, v = qkv
     dtype = DType.FP16 if q.dtype == torch.float16 else DType.BF16
     (batch, seqlen, heads, dim), (_, seqlen_k, heads_k, dim_v) = q.shape, v.shape
-    return BenchShape("demo", dtype, dim, dim_v, causal, seqlen, seqlen_k, batch, heads, heads_k)
+    return BenchShape("demo", dtype, dim, dim_v, causal, seqlen, seqlen_k, batch, heads, heads_k, direction)
 
 
 def _show_speed(qkv: "tuple[torch.Tensor, ...]", console: Console) -> None:
-    """TFLOP/s of these tensors against PyTorch's backends, by the burst protocol."""
+    """TFLOP/s of these tensors against PyTorch's backends, by the burst protocol, forward and backward."""
     from flash_hopper.testing.bench_run import Settings, measure
+    from flash_hopper.testing.bench_suites import DIRECTIONS
 
-    table = Table(title="speed", title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
-    for name in ("mask", "provider", "us", "TFLOP/s"):
-        table.add_column(name, justify="right" if name in ("us", "TFLOP/s") else "left")
-    for causal in (False, True):
-        for row in measure(_shape(qkv, causal), Settings(("ours", "sdpa-flash", "sdpa-cudnn"), ("burst",))):
-            cells = (f"{row.us:.1f}", f"{row.tflops:.0f}") if row.us and row.tflops else (row.error or "absent", "-")
-            table.add_row("causal" if causal else "full", row.provider, *cells)
-    console.print(table)
+    settings = Settings(("ours", "sdpa-flash", "sdpa-cudnn"), ("burst",))
+    for direction in DIRECTIONS:
+        table = _table(f"speed, {direction}", "mask, provider", "us", "TFLOP/s")
+        for causal in (False, True):
+            for row in measure(_shape(qkv, causal, direction), settings):
+                cells = (
+                    (f"{row.us:.1f}", f"{row.tflops:.0f}") if row.us and row.tflops else (row.error or "absent", "-")
+                )
+                table.add_row(f"{'causal' if causal else 'full'}, {row.provider}", *cells)
+        console.print(table)

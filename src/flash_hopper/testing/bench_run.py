@@ -1,21 +1,16 @@
 """Measure the shapes of a suite with all providers, as rows.
 
-`measure` yields the rows of one shape after another; `summarise` compares ours with the best peer. The command line
-shows them, `tables.py` and `plots.py` read them back. Rows are what `docs/measuring.md` describes.
+`measure` yields the rows of one shape after another; the command line shows them. `bench_rows.py` holds what a row is.
 """
 
-import json
-import math
-import os
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from flash_hopper.problem.errors import ArgumentError
+from flash_hopper.testing.bench_rows import OURS, BenchRow
 from flash_hopper.testing.bench_suites import BenchShape
 from flash_hopper.testing.cold import cold_call
-from flash_hopper.testing.providers import OURS, Prepared, ProviderAbsent, WrongResult, make_inputs, prepare
+from flash_hopper.testing.providers import Prepared, ProviderAbsent, WrongResult, make_inputs, prepare
 from flash_hopper.testing.timing import (
     PAUSE_S,
     ROUNDS,
@@ -32,86 +27,34 @@ from flash_hopper.testing.timing import (
 GPU_PROTOCOLS = ("burst", "steady", "graph")
 HOST_PROTOCOLS = ("host-idle", "host-busy")
 COLD_PROTOCOLS = ("cold-import", "cold-call")
-DEFAULT_PROTOCOLS = {"paper": ("burst",), "host": HOST_PROTOCOLS, "cold": COLD_PROTOCOLS}
-DEFAULT_PROVIDERS = {
-    "paper": ("ours", "sdpa-flash", "sdpa-cudnn", "fa3", "fa4"),
-    "host": ("ours", "ours-out", "sdpa-flash", "sdpa-cudnn", "fa3", "fa4"),
-    "cold": ("ours",),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class BenchRow:
-    """One measured time, or the reason why there is none. The fields are the JSON keys.
-
-    `us` is GPU time per call for burst, steady and graph, host time else; `mhz` and `watt` are read by steady only.
-    """
-
-    suite: str
-    direction: str
-    dtype: str
-    d: int
-    dv: int
-    causal: bool
-    seqlen_q: int
-    seqlen_k: int
-    batch: int
-    heads: int
-    heads_k: int
-    provider: str
-    protocol: str
-    us: float | None = None
-    tflops: float | None = None
-    tbps: float | None = None
-    mhz: float | None = None
-    watt: float | None = None
-    error: str | None = None
-
-    @property
-    def cell(self) -> tuple[Any, ...]:
-        """What rows must share to be compared."""
-        sizes = (self.d, self.dv, self.causal, self.seqlen_q, self.seqlen_k, self.batch, self.heads, self.heads_k)
-        return (self.protocol, self.suite, self.direction, self.dtype, *sizes)
+DEFAULT_PROTOCOLS = {"paper": ("burst",), "train": ("burst",), "host": HOST_PROTOCOLS, "cold": COLD_PROTOCOLS}
+ALLOWED_PROTOCOLS = {**DEFAULT_PROTOCOLS, "paper": GPU_PROTOCOLS, "train": GPU_PROTOCOLS}
+PEERS = ("sdpa-flash", "sdpa-cudnn", "fa3", "fa4")
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Who is measured, and how long."""
+    """Who is measured, and how long. None takes the providers that are meant for the shape's suite and direction."""
 
-    providers: Sequence[str]
+    providers: Sequence[str] | None
     protocols: Sequence[str]
     rounds: int = ROUNDS
     pause_s: float = PAUSE_S
     steady_s: float = STEADY_S
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """Ours against the best peer in one cell; `ratio` above 1 means that ours is faster."""
-
-    ours: BenchRow
-    peer: BenchRow
-
-    @property
-    def ratio(self) -> float:
-        """Time of the best peer over ours."""
-        return (self.peer.us or math.nan) / (self.ours.us or math.nan)
-
-
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """Comparison over the cells of one protocol. `unmatched` cells lack ours or any peer."""
-
-    protocol: str
-    cells: int
-    unmatched: int
-    geometric_mean: float
-    worst: Comparison
+def default_providers(shape: BenchShape) -> tuple[str, ...]:
+    """Who is measured if the caller does not say."""
+    if shape.suite == "cold":
+        return (OURS,)
+    if shape.direction == "backward":
+        return (OURS, "ours-det", *PEERS)
+    return (OURS, "ours-out", *PEERS) if shape.suite == "host" else (OURS, *PEERS)
 
 
 def check_protocols(suite: str, protocols: Sequence[str]) -> None:
     """Raise ArgumentError unless each protocol makes sense for the suite."""
-    allowed = GPU_PROTOCOLS if suite == "paper" else DEFAULT_PROTOCOLS[suite]
+    allowed = ALLOWED_PROTOCOLS[suite]
     wrong = [p for p in protocols if p not in allowed]
     if wrong or not protocols:
         raise ArgumentError(
@@ -124,14 +67,15 @@ def measure(shape: BenchShape, settings: Settings, queue: Queue | None = None) -
 
     Each provider's result is checked before anything is timed; an absent or wrong one has rows without a time.
     """
+    providers = settings.providers or default_providers(shape)
     if shape.suite == "cold":
-        yield from _cold_rows(shape, settings)
+        yield from _cold_rows(shape, settings.protocols, providers)
         return
     queue = queue if queue is not None else GpuQueue()
     inputs = make_inputs(shape, "cuda")
     ready: dict[str, Prepared] = {}
     reasons: dict[str, str] = {}
-    for name in settings.providers:
+    for name in providers:
         try:
             ready[name] = prepare(name, shape, inputs)
         except ProviderAbsent as absent:
@@ -140,58 +84,11 @@ def measure(shape: BenchShape, settings: Settings, queue: Queue | None = None) -
             reasons[name] = f"wrong: {wrong}"
     for protocol in settings.protocols:
         timings, failures = _timings(protocol, ready, settings, queue)
-        for name in settings.providers:
+        for name in providers:
             if name in timings:
                 yield _timed_row(shape, name, protocol, timings[name])
             else:
                 yield _row(shape, name, protocol, error=failures.get(name) or reasons[name])
-
-
-def compare(rows: Iterable[BenchRow]) -> list[Comparison]:
-    """Ours against the fastest peer, for every cell that has both."""
-    cells: dict[tuple[Any, ...], list[BenchRow]] = {}
-    for row in rows:
-        if row.us is not None:
-            cells.setdefault(row.cell, []).append(row)
-    comparisons = []
-    for cell in cells.values():
-        ours = [row for row in cell if row.provider == OURS[0]]
-        peers = [row for row in cell if row.provider not in OURS]
-        if ours and peers:
-            comparisons.append(Comparison(ours[0], min(peers, key=lambda row: row.us or math.inf)))
-    return comparisons
-
-
-def summarise(rows: Sequence[BenchRow]) -> list[Summary]:
-    """Per protocol: geometric mean of the ratios to the best peer, and the worst cell."""
-    summaries = []
-    for protocol in dict.fromkeys(row.protocol for row in rows):
-        of_protocol = [row for row in rows if row.protocol == protocol]
-        comparisons = compare(of_protocol)
-        if comparisons:
-            mean = math.exp(math.fsum(math.log(c.ratio) for c in comparisons) / len(comparisons))
-            unmatched = len({row.cell for row in of_protocol}) - len(comparisons)
-            worst = min(comparisons, key=lambda c: c.ratio)
-            summaries.append(Summary(protocol, len(comparisons), unmatched, mean, worst))
-    return summaries
-
-
-def write_rows(path: Path, env: dict[str, Any], rows: Sequence[BenchRow]) -> None:
-    """Store rows as JSON; the file is complete or absent at any moment."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(path.suffix + ".part")
-    lines = ",\n".join("  " + json.dumps(asdict(row)) for row in rows)
-    part.write_text(f'{{"env": {json.dumps(env)},\n "rows": [\n{lines}\n]}}\n')
-    os.replace(part, path)
-
-
-def read_rows(path: Path) -> tuple[dict[str, Any], list[BenchRow]]:
-    """The environment and rows of a stored file. Raises ArgumentError if it is none."""
-    try:
-        stored = json.loads(path.read_text())
-        return stored["env"], [BenchRow(**row) for row in stored["rows"]]
-    except (OSError, ValueError, KeyError, TypeError) as damage:
-        raise ArgumentError(f"{path} holds no bench rows: {damage}") from damage
 
 
 def _timings(
@@ -223,14 +120,14 @@ def _timings(
     return timings, failures
 
 
-def _cold_rows(shape: BenchShape, settings: Settings) -> Iterator[BenchRow]:
-    for name in settings.providers:
-        if name != "ours":
-            for protocol in settings.protocols:
+def _cold_rows(shape: BenchShape, protocols: Sequence[str], providers: Sequence[str]) -> Iterator[BenchRow]:
+    for name in providers:
+        if name != OURS:
+            for protocol in protocols:
                 yield _row(shape, name, protocol, error="absent: the cold suite measures ours only")
             continue
         cold = cold_call(shape)
-        for protocol in settings.protocols:
+        for protocol in protocols:
             us = cold.import_us if protocol == "cold-import" else cold.call_us
             error = "the compiler was imported: the cache was not filled" if cold.imported_compiler else None
             yield _row(shape, name, protocol, us=us, error=error)
@@ -242,7 +139,7 @@ def _timed_row(shape: BenchShape, provider: str, protocol: str, timing: Timing) 
         return row
     return replace(
         row,
-        tflops=round(shape.problem.flops / timing.us * 1e-6, 2),
+        tflops=round(shape.flops / timing.us * 1e-6, 2),
         tbps=round(shape.bytes_moved / timing.us * 1e-6, 4),
         mhz=timing.mhz,
         watt=timing.watt,

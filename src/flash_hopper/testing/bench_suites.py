@@ -5,7 +5,7 @@ nothing is allocated here.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flash_hopper.problem.attention import AttentionOptions, AttentionProblem, attention_problem
 from flash_hopper.problem.dtypes import KERNEL_DTYPES, DType
@@ -19,12 +19,25 @@ PAPER_SEQLENS = (512, 1024, 2048, 4096, 8192, 16_384)
 # the cells that targets and comparisons are stated for; the rest shows the course between them
 MAIN_SEQLENS = (1024, 4096, 16_384)
 
-LATER_SUITES = ("train", "decode", "serve", "fp8")
+# Training shapes, causal: (head dim, head dim of v, query heads, key heads)
+TRAIN_TOKENS = 16_384
+TRAIN_HEADS = (
+    (128, 128, 32, 8),
+    (128, 128, 64, 8),
+    (192, 128, 16, 16),
+    (96, 96, 32, 32),
+    (192, 192, 16, 16),
+)
+TRAIN_SEQLENS = (4096, 8192)
+
+LATER_SUITES = ("decode", "serve", "fp8")
+DIRECTIONS = ("forward", "backward")
+BACKWARD_FLOPS = 2.5  # five products of the forward's size, of which the forward has two
 
 
 @dataclass(frozen=True, slots=True)
 class BenchShape:
-    """One dense attention forward to measure. Field names are those of the JSON rows."""
+    """One dense attention to measure, forward or backward alone. Field names are those of the JSON rows."""
 
     suite: str
     dtype: DType
@@ -36,15 +49,13 @@ class BenchShape:
     batch: int
     heads: int
     heads_k: int
-
-    direction = "forward"
+    direction: str = "forward"
 
     def __str__(self) -> str:
         mask = "causal" if self.causal else "full"
-        dims = f"d{self.d}" if self.d == self.dv else f"d{self.d}/{self.dv}"
         lengths = length_label(self.seqlen_q) if self.seqlen_q == self.seqlen_k else f"{self.seqlen_q}x{self.seqlen_k}"
         heads = f"h{self.heads}" if self.heads == self.heads_k else f"h{self.heads}/{self.heads_k}"
-        return f"{self.dtype} {dims} {mask} s{lengths} b{self.batch} {heads}"
+        return f"{self.dtype} d{dims_label(self.d, self.dv)} {mask} s{lengths} b{self.batch} {heads} {self.direction}"
 
     @property
     def problem(self) -> AttentionProblem:
@@ -57,10 +68,15 @@ class BenchShape:
         return attention_problem(q, k, v, AttentionOptions(causal=self.causal), dtypes=tuple(DType))
 
     @property
+    def flops(self) -> float:
+        """Floating-point operations of the direction's matrix products, over visible scores only."""
+        return self.problem.flops * (BACKWARD_FLOPS if self.direction == "backward" else 1)
+
+    @property
     def bytes_moved(self) -> int:
-        """Bytes of q, k, v and out, each touched once."""
+        """Bytes of q, k, v and out, each touched once; the backward's gradients count as well."""
         per_batch = self.seqlen_q * self.heads * (self.d + self.dv) + self.seqlen_k * self.heads_k * (self.d + self.dv)
-        return self.batch * per_batch * self.dtype.itemsize
+        return self.batch * per_batch * self.dtype.itemsize * (2 if self.direction == "backward" else 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,22 +117,33 @@ def cold(dtype: DType) -> list[BenchShape]:
     return [_square("cold", dtype, 128, False, 1024, 2, 16)]
 
 
-SUITES: dict[str, Callable[[DType], list[BenchShape]]] = {"paper": paper, "host": host, "cold": cold}
+def train(dtype: DType) -> list[BenchShape]:
+    """Layers as they are trained: 16k tokens, causal, grouped queries, and head dims that are no power of two."""
+    return [
+        BenchShape("train", dtype, d, dv, True, seqlen, seqlen, TRAIN_TOKENS // seqlen, heads, heads_k)
+        for d, dv, heads, heads_k in TRAIN_HEADS
+        for seqlen in TRAIN_SEQLENS
+    ]
 
 
-def bench_suite(name: str, selection: Selection, direction: str = "forward") -> list[BenchShape]:
-    """The selected shapes of a suite.
+SUITES: dict[str, Callable[[DType], list[BenchShape]]] = {"paper": paper, "train": train, "host": host, "cold": cold}
+# what a suite measures if the caller does not say
+DEFAULT_DIRECTIONS = {"paper": "forward", "train": "both", "host": "forward", "cold": "forward"}
+
+
+def bench_suite(name: str, selection: Selection, direction: str | None = None) -> list[BenchShape]:
+    """The selected shapes of a suite in a direction: forward, backward or both (None: what the suite is for).
 
     Raises ArgumentError for unknown names and for a selection that keeps nothing, UnsupportedError for what comes later.
     """
-    if direction == "backward":
-        raise UnsupportedError("direction backward: the backward kernels come with a later release")
-    if direction != "forward":
-        raise ArgumentError(f"direction must be forward or backward, got {direction!r}")
+    if direction not in (None, "both", *DIRECTIONS):
+        raise ArgumentError(f"direction must be forward, backward or both, got {direction!r}")
     if name in LATER_SUITES:
         raise UnsupportedError(f"suite {name} comes with a later release; there is {', '.join(SUITES)}")
     if name not in SUITES:
         raise ArgumentError(f"suite must be one of {', '.join(SUITES)}, got {name!r}")
+    if name == "cold" and direction in ("backward", "both"):
+        raise ArgumentError(f"suite cold measures the first forward call, got direction {direction}")
     if selection.dtype not in KERNEL_DTYPES:
         raise ArgumentError(f"dtype must be one of {', '.join(map(str, KERNEL_DTYPES))}, got {selection.dtype}")
     shapes = SUITES[name](selection.dtype)
@@ -124,7 +151,13 @@ def bench_suite(name: str, selection: Selection, direction: str = "forward") -> 
     if not kept:
         dims, lengths = sorted({s.d for s in shapes}), sorted({s.seqlen_q for s in shapes})
         raise ArgumentError(f"no shape of suite {name} is selected; its head dims are {dims}, its lengths {lengths}")
-    return kept
+    wanted = direction or DEFAULT_DIRECTIONS[name]
+    return [replace(shape, direction=d) for d in DIRECTIONS if wanted in (d, "both") for shape in kept]
+
+
+def dims_label(d: int, dv: int) -> str:
+    """Head dims as they are shown: 128, or 192/128 where that of v differs."""
+    return str(d) if d == dv else f"{d}/{dv}"
 
 
 def length_label(length: int) -> str:

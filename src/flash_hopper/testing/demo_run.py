@@ -1,7 +1,7 @@
 """What `demo` computes: attention and a transformer block against float64, and what plain PyTorch makes of them.
 
-The command line shows the results. On a CPU tensor everything runs through the CPU backend, with gradients; on a GPU of
-compute capability 9.0 through the kernels.
+The command line shows the results. On a CPU tensor everything runs through the CPU backend, on a GPU of compute
+capability 9.0 through the kernels; with gradients on both.
 """
 
 import copy
@@ -89,32 +89,33 @@ def random_qkv(
     return normal(sizes.heads), normal(sizes.heads_k), normal(sizes.heads_k)
 
 
-def attention_accuracy(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, with_gradients: bool
-) -> list[Accuracy]:
-    """Errors of out and, if asked for, of the gradients of q, k and v for a random gradient of out."""
+def attention_accuracy(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> list[Accuracy]:
+    """Errors of out and of the gradients of q, k and v for a random gradient of out."""
     if causal and q.shape[1] != k.shape[1]:
         raise ArgumentError(f"the demo compares causal attention for equal lengths, got {q.shape[1]} and {k.shape[1]}")
-    runs = {
-        "ours": _attend(_ours(causal), (q, k, v), with_gradients),
-        "torch": _attend(_torch(causal), (q, k, v), with_gradients),
-        "exact": _attend(_exact(causal), (q.double(), k.double(), v.double()), with_gradients),
-    }
-    names = ("out", "gradient of q", "gradient of k", "gradient of v")
-    return [
-        _accuracy(name, ours, plain, exact)
-        for name, ours, plain, exact in zip(names, runs["ours"], runs["torch"], runs["exact"], strict=False)
+    dout = _gradient_for((*q.shape[:3], v.shape[3]), q)
+    exact = [
+        _attend(_exact(causal), tuple(t[i : i + 1].double() for t in (q, k, v)), dout[i : i + 1].double())
+        for i in range(q.shape[0])  # entry by entry: the scores of one are enough to hold
     ]
+    runs = (
+        _attend(_ours(causal), (q, k, v), dout),
+        _attend(_torch(causal), (q, k, v), dout),
+        [torch.cat(of_entries) for of_entries in zip(*exact, strict=True)],
+    )
+    names = ("out", "gradient of q", "gradient of k", "gradient of v")
+    return [_accuracy(*of_one) for of_one in zip(names, *runs, strict=True)]
 
 
-def block_accuracy(x: torch.Tensor, sizes: BlockSizes, seed: int, with_gradients: bool) -> list[Accuracy]:
+def block_accuracy(x: torch.Tensor, sizes: BlockSizes, seed: int) -> list[Accuracy]:
     """Errors of a transformer block with causal attention on hidden states x (batch, seqlen, hidden).
 
-    The block runs in the dtype of x with ours and with PyTorch's attention, and in float64. With gradients also that of
-    x for a random gradient of the result, and that of the q/k/v weights.
+    The block runs in the dtype of x with ours and with PyTorch's attention, and in float64: its result, and for a random
+    gradient of that the gradients of x and of the q/k/v weights.
     """
     exact_block = make_block(sizes, seed).to(x.device)
     block = copy.deepcopy(exact_block).to(x.dtype)
+    dy = _gradient_for(tuple(x.shape), x)
     results = []
     for module, states, attention in (
         (block, x, _ours(True)),
@@ -122,17 +123,13 @@ def block_accuracy(x: torch.Tensor, sizes: BlockSizes, seed: int, with_gradients
         (exact_block, x.double(), _exact(True)),
     ):
         module.zero_grad()
-        states = states.detach().requires_grad_(with_gradients)
-        with torch.set_grad_enabled(with_gradients):
-            y = module(states, attention)
-        values = [y.detach()]
-        if with_gradients:
-            y.backward(_gradient_like(y))
-            assert states.grad is not None and module.qkv.weight.grad is not None, "backward reached no leaf"
-            values += [states.grad, module.qkv.weight.grad.clone()]
-        results.append(values)
+        states = states.detach().requires_grad_()
+        y = module(states, attention)
+        y.backward(dy.to(y.dtype))
+        assert states.grad is not None and module.qkv.weight.grad is not None, "backward reached no leaf"
+        results.append([y.detach(), states.grad, module.qkv.weight.grad.clone()])
     names = ("block output", "gradient of the block's input", "gradient of the q/k/v weights")
-    return [_accuracy(*of_one) for of_one in zip(names, *results, strict=False)]
+    return [_accuracy(*of_one) for of_one in zip(names, *results, strict=True)]
 
 
 def _ours(causal: bool) -> AttentionFunction:
@@ -158,22 +155,17 @@ def _exact(causal: bool) -> AttentionFunction:
     return attention
 
 
-def _attend(
-    attention: AttentionFunction, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], with_gradients: bool
-) -> list[torch.Tensor]:
-    """out and, if asked for, the three gradients."""
-    q, k, v = (t.detach().requires_grad_(with_gradients) for t in inputs)
-    with torch.set_grad_enabled(with_gradients):
-        out = attention(q, k, v)
-    if not with_gradients:
-        return [out]
-    return [out.detach(), *torch.autograd.grad(out, (q, k, v), _gradient_like(out))]
+def _attend(attention: AttentionFunction, inputs: tuple[torch.Tensor, ...], dout: torch.Tensor) -> list[torch.Tensor]:
+    """out and the three gradients."""
+    q, k, v = (t.detach().requires_grad_() for t in inputs)
+    out = attention(q, k, v)
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
 
 
-def _gradient_like(x: torch.Tensor) -> torch.Tensor:
-    """A seeded gradient, equal for every dtype that x may have (values of bf16 are exact in all of them)."""
+def _gradient_for(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+    """A seeded gradient, equal for every dtype that `like` may have (values of bf16 are exact in all of them)."""
     generator = torch.Generator().manual_seed(1)
-    return torch.randn(x.shape, generator=generator).to(torch.bfloat16).to(x.device, x.dtype)
+    return torch.randn(shape, generator=generator).to(torch.bfloat16).to(like.device, like.dtype)
 
 
 def _accuracy(what: str, ours: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor) -> Accuracy:

@@ -1,6 +1,6 @@
 """Figures from stored bench rows.
 
-One panel per head dim and mask, one line per provider over the sequence length. Needs the `plot` extra (matplotlib).
+One panel per head dim (and head counts, if queries share keys) and mask, one line per provider over the length. Needs the `plot` extra (matplotlib).
 """
 
 from collections.abc import Sequence
@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from flash_hopper.problem.errors import ArgumentError, MissingDependencyError
-from flash_hopper.testing.bench_run import BenchRow
+from flash_hopper.testing.bench_rows import OURS, BenchRow
 from flash_hopper.testing.bench_suites import length_label
 from flash_hopper.testing.tables import LABELS
 
 COLOURS = {
     "ours": "#d1495b",
     "ours-out": "#e8964f",
+    "ours-det": "#e8964f",
     "fa3": "#30638e",
     "fa4": "#6ba368",
     "sdpa-cudnn": "#8e7dbe",
@@ -25,29 +26,30 @@ INK, GRID = "#333333", "#e4e4e4"
 
 
 def plot_rows(env: dict[str, Any], rows: Sequence[BenchRow], path: Path) -> None:
-    """Draw TFLOP/s (us for host protocols) of rows of one protocol and write an svg, png or pdf.
+    """Draw TFLOP/s (us for host protocols) of rows of one protocol and direction and write an svg, png or pdf.
 
     Raises MissingDependencyError without matplotlib and ArgumentError if there is nothing to draw.
     """
     if find_spec("matplotlib") is None:
         raise MissingDependencyError("--plot needs matplotlib: pip install 'flash-hopper[plot]'")
-    protocols = list(dict.fromkeys(row.protocol for row in rows if row.us is not None))
-    if len(protocols) != 1:
-        raise ArgumentError(f"a figure shows one protocol, the rows hold {', '.join(protocols) or 'none'}")
+    held = list(dict.fromkeys(f"{row.protocol} {row.direction}" for row in rows if row.us is not None))
+    if len(held) != 1:
+        raise ArgumentError(f"a figure shows one protocol and direction, the rows hold {', '.join(held) or 'none'}")
     from matplotlib import rc_context  # an optional package
     from matplotlib.figure import Figure
 
     measured = [row for row in rows if row.us is not None]
-    dims, masks = sorted({row.d for row in measured}), sorted({row.causal for row in measured})
-    figure = Figure(figsize=(3.7 * len(dims) + 0.4, 2.9 * len(masks) + 0.8), layout="constrained")
-    axes: Any = figure.subplots(len(masks), len(dims), squeeze=False)
+    kinds, masks = list(dict.fromkeys(row.kind for row in measured)), sorted({row.causal for row in measured})
+    figure = Figure(figsize=(3.7 * len(kinds) + 0.4, 2.9 * len(masks) + 0.8), layout="constrained")
+    axes: Any = figure.subplots(len(masks), len(kinds), squeeze=False)
     for line, causal in enumerate(masks):
-        for column, d in enumerate(dims):
-            panel = [row for row in measured if row.d == d and row.causal == causal]
-            _draw_panel(axes[line][column], panel, f"head dim {d}, {'causal' if causal else 'full'}")
+        for column, kind in enumerate(kinds):
+            panel = [row for row in measured if row.kind == kind and row.causal == causal]
+            _draw_panel(axes[line][column], panel, f"head dim {kind}, {'causal' if causal else 'full'}")
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False, fontsize=9)
-    caption = f"{env.get('gpu') or 'no GPU'}, {measured[0].direction}, {measured[0].dtype}, protocol {protocols[0]}"
+    first = measured[0]
+    caption = f"{env.get('gpu') or 'no GPU'}, {first.direction}, {first.dtype}, protocol {first.protocol}"
     figure.supxlabel(caption, fontsize=8, color=INK)
     path.parent.mkdir(parents=True, exist_ok=True)
     # without a date and with fixed ids the same rows give the same file
@@ -60,7 +62,7 @@ def _draw_panel(axis: Any, rows: Sequence[BenchRow], title: str) -> None:
     lengths = sorted({row.seqlen_q for row in rows})
     for provider in (p for p in LABELS if any(row.provider == p for row in rows)):
         points = sorted((row for row in rows if row.provider == provider), key=lambda row: row.seqlen_q)
-        is_ours = provider.startswith("ours")
+        is_ours = provider == OURS
         axis.plot(
             [lengths.index(row.seqlen_q) for row in points],
             [row.tflops if has_rate else row.us for row in points],

@@ -2,9 +2,10 @@
 
 A document marks a table with two comments; everything between them is rendered from the named file:
 
-    <!-- bench: benchmarks/results/FILE.json PROTOCOL -->
+    <!-- bench: benchmarks/results/FILE.json PROTOCOL [DIRECTION] -->
     <!-- /bench -->
 
+The direction may be left out if the file holds one only.
 `flash-hopper bench --tables README.md` rewrites them, and a test fails if a table is not what its file says.
 """
 
@@ -14,13 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from flash_hopper.problem.errors import ArgumentError
-from flash_hopper.testing.bench_run import BenchRow, read_rows
+from flash_hopper.testing.bench_rows import BenchRow, read_rows
 from flash_hopper.testing.bench_suites import length_label
 
-BLOCK = re.compile(r"(<!-- bench: (?P<file>\S+) (?P<protocol>\S+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
+BLOCK = re.compile(
+    r"(<!-- bench: (?P<file>\S+) (?P<protocol>\S+)(?: (?P<direction>forward|backward))? -->\n).*?(<!-- /bench -->)",
+    re.DOTALL,
+)
 LABELS = {
     "ours": "flash-hopper",
     "ours-out": "flash-hopper, `out=`",
+    "ours-det": "flash-hopper, deterministic",
     "sdpa-flash": "SDPA flash (FA2)",
     "sdpa-cudnn": "SDPA cuDNN",
     "fa3": "FA3 C++",
@@ -42,8 +47,10 @@ def render_tables(text: str, root: Path) -> str:
 
     def block(match: re.Match[str]) -> str:
         env, rows = read_rows(root / match["file"])
-        table = render_table(env, [row for row in rows if row.protocol == match["protocol"]])
-        return f"{match[1]}{table}{match[4]}"
+        wanted = [row for row in rows if row.protocol == match["protocol"]]
+        if match["direction"]:
+            wanted = [row for row in wanted if row.direction == match["direction"]]
+        return f"{match[1]}{render_table(env, wanted)}{match[5]}"
 
     return BLOCK.sub(block, text)
 
@@ -51,10 +58,12 @@ def render_tables(text: str, root: Path) -> str:
 def render_table(env: dict[str, Any], rows: Sequence[BenchRow]) -> str:
     """One line per head dim, mask and provider, one column per length; the best of each cell is bold.
 
-    TFLOP/s for GPU protocols, microseconds for the others. `rows` are of one protocol.
+    TFLOP/s for GPU protocols, microseconds for the others. `rows` are of one protocol and direction.
     """
     if not rows:
-        raise ArgumentError("no row of this protocol to make a table of")
+        raise ArgumentError("no row of this protocol and direction to make a table of")
+    if len({row.direction for row in rows}) > 1:
+        raise ArgumentError("the rows hold both directions; a table shows one: name it behind the protocol")
     has_rate = any(row.tflops is not None for row in rows)
     lengths = sorted({row.seqlen_q for row in rows})
     providers = [p for p in dict.fromkeys(row.provider for row in rows) if any(r.us for r in rows if r.provider == p)]
@@ -63,18 +72,19 @@ def render_table(env: dict[str, Any], rows: Sequence[BenchRow]) -> str:
         f"| head dim | mask | {unit} | " + " | ".join(length_label(n) for n in lengths) + " |",
         "|---|---|---|" + "---:|" * len(lengths),
     ]
-    for d, causal in dict.fromkeys((row.d, row.causal) for row in rows):
-        group = [row for row in rows if (row.d, row.causal) == (d, causal)]
+    for kind, causal in dict.fromkeys((row.kind, row.causal) for row in rows):
+        group = [row for row in rows if (row.kind, row.causal) == (kind, causal)]
         for provider in providers:
             cells = [_cell(group, provider, n, has_rate) for n in lengths]
             mask = "causal" if causal else "full"
-            lines.append(f"| {d} | {mask} | {LABELS.get(provider, provider)} | " + " | ".join(cells) + " |")
+            lines.append(f"| {kind} | {mask} | {LABELS.get(provider, provider)} | " + " | ".join(cells) + " |")
     where = ", ".join(
         str(fact)
         for fact in (env.get("gpu"), f"driver {env['driver']}" if env.get("driver") else None, f"torch {env['torch']}")
         if fact
     )
-    return "\n".join(lines) + f"\n\n{where}, {str(env['date'])[:10]}, protocol {rows[0].protocol}, {rows[0].dtype}.\n"
+    what = f"{rows[0].direction}, protocol {rows[0].protocol}, {rows[0].dtype}"
+    return "\n".join(lines) + f"\n\n{where}, {str(env['date'])[:10]}, {what}.\n"
 
 
 def _cell(group: Sequence[BenchRow], provider: str, length: int, has_rate: bool) -> str:

@@ -141,7 +141,10 @@ def burst(
 
 
 def captured(call: Call) -> Call:
-    """The call as a replay of a CUDA graph: what its kernels take alone, without the Python around them."""
+    """The call as a replay of a CUDA graph: what its kernels take alone, without the Python around them.
+
+    It is captured on the stream of its warm-up, so that a backward meets the forward that ran there.
+    """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -149,7 +152,7 @@ def captured(call: Call) -> Call:
             call()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=side):
         call()
     return graph.replay
 

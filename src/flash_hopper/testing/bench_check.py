@@ -1,0 +1,165 @@
+"""Is a provider's result right? Some rows of two heads against float64, element by element, before anything is timed.
+
+Kernels round the probabilities, their gradients and the result to 16 bit. Roundings are independent, so what they cost a
+sum is the root of the sum of squares of its terms; the allowance is `SLACK` eps times that, and as much of the value
+itself. A bound by absolute values would grow with the length until it allows anything. `providers.py` calls it.
+"""
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from flash_hopper.testing.bench_suites import BenchShape
+from flash_hopper.testing.provider_base import Inputs
+
+CHECKED_ROWS = 8  # rows (or keys) of each checked (batch, head), spread over the sequence
+SCORES_AT_ONCE = 1 << 25  # float64 elements: 256 MB
+SLACK = 4  # one rounding has a standard deviation of at most 0.29 eps
+FLOOR = 1e-5
+
+
+class WrongResult(Exception):
+    """A provider whose result is further from float64 than its dtype allows."""
+
+
+class Checked(NamedTuple):
+    """Exact rows of one tensor and head, and the allowance of each element."""
+
+    name: str
+    batch: int
+    head: int
+    rows: list[int]
+    want: torch.Tensor
+    allowed: torch.Tensor
+
+
+def check_result(result: object, shape: BenchShape, inputs: Inputs, *, seqlen_dim: int = 1) -> None:
+    """Check out, (batch, seqlen, heads, head_dim_v), or a tuple that begins with it; raise WrongResult with the worst.
+
+    `seqlen_dim` is 2 for (batch, heads, seqlen, head_dim_v). Its terms are p_ij v_j.
+    """
+    out = result[0] if isinstance(result, tuple | list) else result
+    if isinstance(out, torch.Tensor) and seqlen_dim == 2 and out.dim() == 4:
+        out = out.transpose(1, 2)
+    out = _tensor("out", out, (shape.batch, shape.seqlen_q, shape.heads, shape.dv))
+    for batch, head in {(0, 0), (shape.batch - 1, shape.heads - 1)}:
+        _compare(out, _exact_out(shape, inputs, batch, head))
+
+
+def check_gradients(result: object, shape: BenchShape, inputs: Inputs) -> None:
+    """Check the gradients (dq, dk, dv) of inputs.dout, shaped like q, k, v; raise WrongResult with the worst.
+
+    Terms are p_ij do_i for dv, scale dS_ij k_j for dq and scale dS_ij q_i for dk; as the backward makes dS from the
+    rounded out, the error of D_i = do_i o_i adds to the last two.
+    """
+    if not (isinstance(result, tuple | list) and len(result) == 3):
+        raise WrongResult(f"returned {type(result).__name__} instead of three gradients")
+    gradients = {
+        name: _tensor(name, gradient, tuple(like.shape))
+        for name, gradient, like in zip(("dq", "dk", "dv"), result, (inputs.q, inputs.k, inputs.v), strict=True)
+    }
+    for checked in _exact_gradients(shape, inputs):
+        _compare(gradients[checked.name], checked)
+
+
+def _tensor(name: str, value: object, shape: tuple[int, ...]) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor):
+        raise WrongResult(f"returned {type(value).__name__} instead of a tensor as {name}")
+    if tuple(value.shape) != shape:
+        raise WrongResult(f"returned {name} of shape {tuple(value.shape)} instead of {shape}")
+    return value
+
+
+def _compare(tensor: torch.Tensor, checked: Checked) -> None:
+    got = tensor[checked.batch, checked.rows, checked.head].double()
+    excess = (got - checked.want).abs() - checked.allowed
+    if not bool((excess <= 0).all()):  # also catches NaN
+        at = int(torch.nan_to_num(excess, nan=torch.inf).argmax())
+        row, column = divmod(at, got.shape[1])
+        raise WrongResult(
+            f"{checked.name}[{checked.batch}, {checked.rows[row]}, {checked.head}, {column}] is "
+            f"{float(got[row, column]):.6g}, float64 gives {float(checked.want[row, column]):.6g}, "
+            f"allowed {float(checked.allowed[row, column]):.2g}"
+        )
+
+
+def _some(length: int) -> list[int]:
+    places: list[int] = torch.linspace(0, length - 1, CHECKED_ROWS).round().long().unique().tolist()
+    return places
+
+
+def _probabilities(shape: BenchShape, q: torch.Tensor, k: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """softmax of the scores of some rows, (rows, seqlen_k); a row that sees no key is 0."""
+    scores = q @ k.T * shape.problem.softmax_scale
+    if shape.causal:
+        last_key = rows[:, None] + shape.seqlen_k - shape.seqlen_q
+        scores = scores.masked_fill(torch.arange(shape.seqlen_k, device=q.device) > last_key, -torch.inf)
+    return torch.softmax(scores, dim=-1).nan_to_num(0.0)
+
+
+def _allowed(spread: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The allowance for values whose terms have this root of the sum of squares."""
+    return SLACK * torch.finfo(dtype).eps * (spread + want.abs()) + FLOOR
+
+
+def _spread(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Root of the sum of squares of the terms of left @ right."""
+    return (left.square() @ right.square()).sqrt()
+
+
+def _exact_out(shape: BenchShape, inputs: Inputs, batch: int, head: int) -> Checked:
+    """Rows of out of one head."""
+    head_k = head // (shape.heads // shape.heads_k)
+    rows = _some(shape.seqlen_q)
+    k, v = inputs.k[batch, :, head_k].double(), inputs.v[batch, :, head_k].double()
+    p = _probabilities(shape, inputs.q[batch, rows, head].double(), k, torch.tensor(rows, device=k.device))
+    want = p @ v
+    return Checked("out", batch, head, rows, want, _allowed(_spread(p, v), want, inputs.v.dtype))
+
+
+@lru_cache(maxsize=1)  # the providers of a shape share it
+def _exact_gradients(shape: BenchShape, inputs: Inputs) -> tuple[Checked, ...]:
+    """Rows of dq, dk, dv for the first and the last key head and the query heads that share it."""
+    pairs = {(0, 0), (shape.batch - 1, shape.heads_k - 1)}
+    with torch.no_grad():
+        return tuple(
+            checked for batch, head_k in pairs for checked in _gradients_of_key_head(shape, inputs, batch, head_k)
+        )
+
+
+def _gradients_of_key_head(shape: BenchShape, inputs: Inputs, batch: int, head_k: int) -> Iterator[Checked]:
+    """dS_ij = p_ij (do_i v_j - D_i); dq_i = scale sum_j dS_ij k_j, dk_j = scale sum_i dS_ij q_i, dv_j = sum_i p_ij do_i."""
+    scale, dtype = shape.problem.softmax_scale, inputs.v.dtype
+    k, v = inputs.k[batch, :, head_k].double(), inputs.v[batch, :, head_k].double()
+    rows, keys = _some(shape.seqlen_q), _some(shape.seqlen_k)
+    dk, dv = torch.zeros_like(k[keys]), torch.zeros_like(v[keys])
+    dk_squares, dv_squares = torch.zeros_like(dk), torch.zeros_like(dv)
+    group = shape.heads // shape.heads_k
+    for head in range(head_k * group, (head_k + 1) * group):
+        for part in torch.arange(shape.seqlen_q, device=k.device).split(max(1, SCORES_AT_ONCE // shape.seqlen_k)):
+            q, dout = inputs.q[batch, part, head].double(), inputs.dout[batch, part, head].double()
+            p = _probabilities(shape, q, k, part)
+            delta, delta_squares = _delta(p, v, dout)
+            p_keys = p[:, keys]
+            ds = p_keys * (dout @ v[keys].T - delta)
+            dv += p_keys.T @ dout
+            dv_squares += p_keys.T.square() @ dout.square()
+            dk += scale * ds.T @ q
+            dk_squares += scale**2 * (ds.square() + p_keys.square() * delta_squares).T @ q.square()
+            here = [row for row in rows if int(part[0]) <= row <= int(part[-1])]
+            if here:
+                at = torch.tensor(here, device=k.device) - part[0]
+                ds = scale * p[at] * (dout[at] @ v.T - delta[at])
+                spread = _spread(ds, k) + abs(scale) * delta_squares[at].sqrt() * (p[at] @ k).abs()
+                yield Checked("dq", batch, head, here, ds @ k, _allowed(spread, ds @ k, dtype))
+    yield Checked("dk", batch, head_k, keys, dk, _allowed(dk_squares.sqrt(), dk, dtype))
+    yield Checked("dv", batch, head_k, keys, dv, _allowed(dv_squares.sqrt(), dv, dtype))
+
+
+def _delta(p: torch.Tensor, v: torch.Tensor, dout: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """D of each row and the sum of squares of what its error is made of, (rows, 1): out is rounded, and so was p."""
+    out = p @ v
+    squares = dout.square() * (out.square() + p.square() @ v.square())
+    return (dout * out).sum(dim=-1, keepdim=True), squares.sum(dim=-1, keepdim=True)
