@@ -1,5 +1,6 @@
 """Facts about a CUDA device that a launch needs, asked once a process."""
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import NamedTuple
 
@@ -44,5 +45,21 @@ def tile_counter(index: int) -> torch.Tensor:
     key = (index, torch._C._cuda_getCurrentRawStream(index))
     counter = _counters.get(key)
     if counter is None:
-        counter = _counters[key] = torch.zeros(1, dtype=torch.int32, device=f"cuda:{index}")
+        counter = _counters[key] = _lasting_counter(index)
     return counter
+
+
+def _lasting_counter(index: int) -> torch.Tensor:
+    """A counter that may be kept, for the current stream.
+
+    The calling thread may be allocating from a private pool whose memory is taken back, as in the warm-up of
+    torch.compile's CUDA graphs (mode="reduce-overhead") or under torch.cuda.use_mem_pool. Another thread is not.
+    """
+    stream = torch.cuda.current_stream(index)
+
+    def make() -> torch.Tensor:
+        with torch.cuda.stream(stream):
+            return torch.zeros(1, dtype=torch.int32, device=f"cuda:{index}")
+
+    with ThreadPoolExecutor(max_workers=1) as other_thread:
+        return other_thread.submit(make).result()

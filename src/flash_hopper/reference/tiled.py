@@ -108,6 +108,26 @@ class _TiledAttention(torch.autograd.Function):
             return *_backward(q, k, v, out, lse, d_out, d_lse, ctx.settings), None
 
 
+def gradients(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    d_out: Tensor | None,
+    d_lse: Tensor | None,
+    *,
+    softmax_scale: float,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv in the inputs' dtype, given what `attention` took and returned and the gradients of out and lse.
+
+    d_out and d_lse may have any strides; None stands for zeros. What autograd calls for `attention`, on its own.
+    """
+    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+        return _backward(q, k, v, out, lse, d_out, d_lse, _Settings(softmax_scale, causal, TILE_M, TILE_N))
+
+
 def _forward(q: Tensor, k: Tensor, v: Tensor, settings: _Settings) -> tuple[Tensor, Tensor]:
     batch, seqlen_q, heads, _ = q.shape
     seqlen_k, heads_k, head_dim_v = v.shape[1:]
