@@ -153,7 +153,122 @@ def roles() -> str:
     return canvas.svg()
 
 
-FIGURES = {"blocks.svg": blocks, "pingpong.svg": pingpong, "roles.svg": roles}
+def backward_products() -> str:
+    """The five products of the backward: where each operand lives, in the fused kernel for 64 keys of a warpgroup."""
+    places = {"shared memory": QK, "registers": SOFTMAX}
+    rows = (
+        ("S\u1d40 = K Q\u1d40", ("K, stays", "shared memory"), ("Q, by stage", "shared memory"), ("S\u1d40, then P\u1d40", "registers")),
+        ("dP\u1d40 = V dO\u1d40", ("V, stays", "shared memory"), ("dO, by stage", "shared memory"), ("dP\u1d40, then dS\u1d40", "registers")),
+        ("dV += P\u1d40 dO", ("P\u1d40, 16 bit", "registers"), ("dO, by stage", "shared memory"), ("dV, stays", "registers")),
+        ("dK += dS\u1d40 Q", ("dS\u1d40, 16 bit", "registers"), ("Q, by stage", "shared memory"), ("dK, stays", "registers")),
+        ("dQ = dS K", ("dS, two buffers", "shared memory"), ("K, stays", "shared memory"), ("dQ, to the mailbox", "registers")),
+    )  # fmt: skip
+    canvas = Canvas(760, 330)
+    left, width, height, gap = 150, 190, 36, 10
+    for column, words in enumerate(("left operand", "right operand", "result")):
+        canvas.text(left + column * (width + gap) + width / 2, 20, words, size=13)
+    for line, (product, *operands) in enumerate(rows):
+        y = 38 + line * (height + gap)
+        canvas.text(left - 12, y + height / 2, product, anchor="end", size=13)
+        for column, (words, place) in enumerate(operands):
+            x = left + column * (width + gap)
+            canvas.box(x, y, width, height, places[place], opacity=0.85)
+            canvas.text(x + width / 2, y + height / 2, words, fill="#ffffff")
+    y = 38 + len(rows) * (height + gap) + 12
+    for column, (place, colour) in enumerate(places.items()):
+        canvas.box(left + column * (width + gap), y, 16, 16, colour, opacity=0.85)
+        canvas.text(left + column * (width + gap) + 24, y + 8, place, anchor="start")
+    canvas.text(left, y + 34, "dS needs both warpgroups' rows for dQ: it is the only score that passes through shared memory", anchor="start", size=11, fill=PALE)  # fmt: skip
+    return canvas.svg()
+
+
+def backward_routes() -> str:
+    """The kernels of the two routes, and what they hand to each other."""
+    canvas = Canvas(760, 348)
+
+    def kernel(x: float, y: float, width: float, name: str, work: str, colour: str) -> None:
+        canvas.box(x, y, width, 52, colour, opacity=0.85)
+        canvas.text(x + width / 2, y + 18, name, fill="#ffffff", size=13)
+        canvas.text(x + width / 2, y + 37, work, fill="#ffffff", size=11)
+
+    def route(y: float, title: str, note: str) -> None:
+        canvas.box(10, y, 740, 158, "#f7f7f7", stroke=GRID)
+        canvas.text(24, y + 16, title, anchor="start", size=13)
+        canvas.text(736, y + 16, note, anchor="end", size=11, fill=PALE)
+
+    route(8, "fused", "5 products; additions in no fixed order; head dims up to 128")
+    kernel(24, 58, 130, "preprocess", "D, LSE; clears", LOAD)
+    kernel(250, 58, 190, "backward_dkdv", "S, dP, dV, dK, dQ", QK)
+    kernel(600, 58, 136, "postprocess", "scale, 16 bit", PV)
+    canvas.arrow(154, 84, 248, 84)
+    canvas.text(201, 74, "statistics", size=11)
+    canvas.arrow(440, 84, 598, 84)
+    canvas.text(519, 74, "dQ, float32, added up", size=11)
+    canvas.text(519, 98, "in global memory", size=11)
+    canvas.arrow(345, 110, 345, 140)
+    canvas.text(345, 151, "dK, dV", size=12, fill=STORE)
+    canvas.arrow(668, 110, 668, 140)
+    canvas.text(668, 151, "dQ", size=12, fill=STORE)
+
+    route(182, "two kernels", "7 products; every sum in a fixed order; every head dim")
+    kernel(24, 250, 130, "preprocess", "D, LSE", LOAD)
+    kernel(250, 206, 190, "backward_dq", "S, dP, dQ: owns queries", QK)
+    kernel(250, 276, 190, "backward_dkdv", "S, dP, dV, dK: owns keys", QK)
+    canvas.arrow(154, 270, 248, 234)
+    canvas.arrow(154, 282, 248, 302)
+    canvas.text(190, 234, "statistics", size=11)
+    canvas.arrow(440, 232, 520, 232)
+    canvas.text(526, 232, "dQ", size=12, fill=STORE, anchor="start")
+    canvas.arrow(440, 302, 520, 302)
+    canvas.text(526, 302, "dK, dV", size=12, fill=STORE, anchor="start")
+    return canvas.svg()
+
+
+def backward_step() -> str:
+    """Two query blocks of the fused kernel: what the roles do, and the barrier at which the warpgroups meet."""
+    unit, left, height, width = 15.2, 120, 32, 41
+    canvas = Canvas(left + 640, 330)
+    lanes = {"producer": 40, "warpgroup 1": 86, "warpgroup 2": 132, "tensor cores": 192, "dQ writer": 252}
+    for name, y in lanes.items():
+        canvas.text(left - 10, y + height / 2, name, anchor="end")
+        canvas.box(left, y, width * unit, height, "#f5f5f5")
+
+    def segment(lane: str, start: float, length: float, colour: str, words: str) -> None:
+        canvas.box(left + start * unit, lanes[lane], length * unit, height, colour, stroke="#ffffff", opacity=0.9)
+        canvas.text(left + (start + length / 2) * unit, lanes[lane] + height / 2, words, size=11, fill="#ffffff")
+
+    for load in range(4):
+        segment("producer", load * 9, 4, LOAD, f"Q{load + 1}, LSE")
+        segment("producer", load * 9 + 4, 4, LOAD, f"dO{load + 1}, D")
+    for block in range(2):
+        begin = 4 + 18.4 * block
+        for lane in ("warpgroup 1", "warpgroup 2"):
+            segment(lane, begin, 2.5, QK, "S dP")
+            segment(lane, begin + 2.5, 3.2, SOFTMAX, "P")
+            segment(lane, begin + 5.7, 1.7, PV, "dV")
+            segment(lane, begin + 7.4, 2.2, SOFTMAX, "dS")
+            segment(lane, begin + 9.6, 2.9, STORE, "dS out")
+            segment(lane, begin + 12.5, 2.8, PV, "dQ dK")
+            segment(lane, begin + 15.3, 3, STORE, "mail")
+        canvas.box(left + (begin + 12.5) * unit - 1, lanes["warpgroup 1"] - 6, 2, 90, INK)
+        segment("tensor cores", begin + 0.5, 5.2, QK, "S, dP")
+        segment("tensor cores", begin + 5.7, 4, PV, "dV")
+        segment("tensor cores", begin + 12.5, 5.5, PV, "dQ, dK")
+    segment("dQ writer", 22.3, 5, STORE, "add dQ1")
+    canvas.text(left, 20, "time, two query blocks of a tile of keys", anchor="start", size=12)
+    canvas.text(left, 304, "The thick line is the barrier after which dS of both warpgroups is visible. The mailbox of a", anchor="start", size=11, fill=PALE)  # fmt: skip
+    canvas.text(left, 319, "warpgroup is emptied by the dQ writer with one bulk reduction while the next block is computed.", anchor="start", size=11, fill=PALE)  # fmt: skip
+    return canvas.svg()
+
+
+FIGURES = {
+    "blocks.svg": blocks,
+    "pingpong.svg": pingpong,
+    "roles.svg": roles,
+    "backward_products.svg": backward_products,
+    "backward_routes.svg": backward_routes,
+    "backward_step.svg": backward_step,
+}
 
 if __name__ == "__main__":
     for name, draw in FIGURES.items():
