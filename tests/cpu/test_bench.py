@@ -193,6 +193,26 @@ def test_a_direction_chooses_what_of_each_shape_is_measured(name):
         assert default_providers(back)[:2] == ("ours", "ours-det")
 
 
+@pytest.mark.parametrize("name", ["paper", "train"])
+def test_a_pack_for_a_bench_holds_the_kernels_of_its_directions(monkeypatch, tmp_path, name):
+    packed = []
+    monkeypatch.setattr("flash_hopper.compile.pack.build_pack", lambda plans, out, *_: packed.append((out, plans)))
+    for direction in DIRECTIONS:
+        path = str(tmp_path / direction)
+        result = CliRunner().invoke(app, ["bench", "--suite", name, "--direction", direction, "--pack", path])
+        assert result.exit_code == 0, result.output
+    (out, forward), (_, backward) = packed
+    assert str(out) == str(tmp_path / "forward")
+    assert {plan.kind for plan in forward} == {"forward"}
+    assert {plan.kind for plan in backward} == {"forward", "preprocess", "backward_dkdv", "backward_dq", "postprocess"}
+    assert not any(plan.has_lse for plan in forward)
+    assert all(plan.has_lse for plan in backward if plan.kind == "forward")
+    dims = {(-(-s.d // 32) * 32, -(-s.dv // 32) * 32) for s in SUITES[name](DType.BF16)}
+    for plans, kind in ((forward, "forward"), (backward, "backward_dq"), (backward, "backward_dkdv")):
+        assert {(p.tile_hdim, p.tile_hdimv) for p in plans if p.kind == kind} >= dims
+        assert len({p.name for p in plans if p.kind == kind}) == len([p for p in plans if p.kind == kind])
+
+
 @pytest.mark.parametrize("name", SUITES)
 def test_suites_hold_different_shapes_that_are_checked_requests(name):
     shapes = bench_suite(name, Selection())

@@ -55,6 +55,9 @@ def bench(
         Path | None, typer.Option(help="Show stored rows (those of --protocol) instead of measuring.")
     ] = None,
     tables: Annotated[Path | None, typer.Option(help="Only fill the marked tables of this document.")] = None,
+    pack: Annotated[
+        Path | None, typer.Option(help="Only compile the kernels of these shapes into this pack; needs no GPU.")
+    ] = None,
     commit: Annotated[str | None, typer.Option(help="Commit to store where this is no git checkout.")] = None,
 ) -> None:
     """Time attention, forward or backward, against the installed peers; every result is checked first."""
@@ -76,6 +79,9 @@ def bench(
         from flash_hopper.testing.environment import environment
 
         shapes = bench_suite(suite, _selection(dtype, dims, seqlens, mask, cells), direction)
+        if pack is not None:
+            _build_pack(shapes, pack, console)
+            return
         protocols = _names(protocol) or DEFAULT_PROTOCOLS[suite]
         check_protocols(suite, protocols)
         chosen = _names(providers)
@@ -89,6 +95,18 @@ def bench(
         _draw(env, rows, plot, console)
     if any(row.error for row in rows if row.provider.startswith("ours")):
         raise typer.Exit(1)
+
+
+def _build_pack(shapes: "Sequence[BenchShape]", out: Path, console: Console) -> None:
+    """The kernels that ours needs for the shapes, in one library."""
+    from flash_hopper.compile.pack import build_pack
+    from flash_hopper.testing.bench_plans import plans_of
+
+    plans = plans_of(shapes)
+    with Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), console=console) as progress:
+        task = progress.add_task("compiling", total=len(plans))
+        build_pack(plans, out, None, lambda name, done, _: progress.update(task, completed=done, description=name))
+    console.print(f"{len(plans)} kernels: {out}. Serve them with FLASH_HOPPER_PACK={out.resolve()}", soft_wrap=True)
 
 
 def _measure_all(

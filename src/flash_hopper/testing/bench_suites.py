@@ -59,13 +59,17 @@ class BenchShape:
 
     @property
     def problem(self) -> AttentionProblem:
-        """The request in canonical form; counts the floating-point operations."""
+        """The request in canonical form; counts the floating-point operations of the forward."""
+        return self.requested()
+
+    def requested(self, **options: bool) -> AttentionProblem:
+        """The request with more `AttentionOptions` than the mask."""
         q, k, v = (
             _packed_spec("q", (self.batch, self.seqlen_q, self.heads, self.d), self.dtype),
             _packed_spec("k", (self.batch, self.seqlen_k, self.heads_k, self.d), self.dtype),
             _packed_spec("v", (self.batch, self.seqlen_k, self.heads_k, self.dv), self.dtype),
         )
-        return attention_problem(q, k, v, AttentionOptions(causal=self.causal), dtypes=tuple(DType))
+        return attention_problem(q, k, v, AttentionOptions(causal=self.causal, **options), dtypes=tuple(DType))
 
     @property
     def flops(self) -> float:
