@@ -49,8 +49,10 @@ class SharedTensors(NamedTuple):
     sV: cute.Tensor  # (64, tile_hdimv, band of keys)
     sLSE: cute.Tensor  # (tile_m, stage) float32, base 2
     sDelta: cute.Tensor  # (tile_m, stage) float32
-    sP: cute.Tensor | None  # (tile_m / 2, 128) float32: P^T by thread, split roles only
+    sP: cute.Tensor | None  # (4, tile_m / 8, 128) float32: P^T by thread, split roles only
     sdS: cute.Tensor | None  # (tile_n, tile_m, 2): dS^T, if dQ is added up
+    sdK: cute.Tensor  # (64, tile_hdim, band of keys): dK on its way out
+    sdV: cute.Tensor  # (64, tile_hdimv, band of keys): dV on its way out
     sdQ: cute.Tensor | None  # (4, 8, 128, warpgroup) float32: dQ by thread, if dQ is added up
 
 

@@ -24,8 +24,6 @@ class DqWriter:
     def run(self, args: DkdvArgs, shared: SharedTensors, pipes: Pipelines) -> None:
         """All tiles that the producer posts, in the consumers' order."""
         tile_state = consumer_state(TILE_SLOTS)
-        for wg in cutlass.range_constexpr(2):
-            mail_arrive(Int32(wg), is_full=False)
         coord = pipes.tiles.read(tile_state)
         tile_state.advance()
         group = args.mQ.shape[2] // args.mK.shape[2]

@@ -57,14 +57,16 @@ class FusedConsumer:
         while coord.block >= 0:
             pipes.keys.consumer_wait(keys_state)
             at = self.tile(resources, scores, grads, dq, coord, at, wg, thread)
-            all_consumers_sync(2)  # both warpgroups have finished their wgmmas on K
-            self.epilogue.stage(grads.acc_dK, atoms.mma_dk, args.scale, shared.sK[None, None, wg], wg, thread)
-            self.epilogue.store(atoms.tma_dk, args.mdK, shared.sK[None, None, wg], plan.tile_hdim, coord, wg, thread)
-            self.epilogue.stage(scores.acc_dV, atoms.mma_dv, Float32(1.0), shared.sV[None, None, wg], wg, thread)
-            self.epilogue.store(atoms.tma_dv, args.mdV, shared.sV[None, None, wg], plan.tile_hdimv, coord, wg, thread)
-            self.epilogue.wait_stored(thread)
-            pipes.keys.consumer_release(keys_state)
+            pipes.keys.consumer_release(keys_state)  # the next tile's keys load during this epilogue
             keys_state.advance()
+            mail_wait(wg, is_full=False)  # dV is staged in the mailbox; the next tile's first piece need not wait
+            self.epilogue.stage(scores.acc_dV, atoms.mma_dv, Float32(1.0), shared.sdV[None, None, wg], wg, thread)
+            self.epilogue.store(atoms.tma_dv, args.mdV, shared.sdV[None, None, wg], plan.tile_hdimv, coord, wg, thread)
+            all_consumers_sync(2)  # both warpgroups have finished their wgmmas on dS, where dK is staged
+            self.epilogue.stage(grads.acc_dK, atoms.mma_dk, args.scale, shared.sdK[None, None, wg], wg, thread)
+            self.epilogue.store(atoms.tma_dk, args.mdK, shared.sdK[None, None, wg], plan.tile_hdim, coord, wg, thread)
+            self.epilogue.wait_stored(thread)
+            all_consumers_sync(2)  # the stores of both warpgroups have read dS's and the mailboxes' memory
             coord = pipes.tiles.read(tile_state)
             tile_state.advance()
 
@@ -86,19 +88,20 @@ class FusedConsumer:
             warpgroup.wait_group(0)
         m_block = order.first
         for i in cutlass.range(total, unroll=1):
-            at = self.step(resources, scores, grads, dq, view, at, m_block, i % 2, i + 1 < total, wg, thread)
+            at = self.step(resources, scores, grads, dq, view, at, m_block, i, i + 1 < total, wg, thread)
             m_block = order.after(m_block)
         return at
 
     @cute.jit
     def step(
         self, resources: Resources, scores: ScoreSide,
-        grads: GradSide, dq: DqSide, view: KeyView, at: Cursors, m_block: Int32, ds_stage: Int32, has_next: Any,
+        grads: GradSide, dq: DqSide, view: KeyView, at: Cursors, m_block: Int32, i: Int32, has_next: Any,
         wg: Int32, thread: Int32,
     ) -> Cursors:  # fmt: skip
         """One query block, whose scores are there, up to dQ, dK, dV; and the next block's scores."""
         args, atoms, shared, pipes = resources
         plan = self.plan
+        ds_stage = i % 2
         if const_expr(not self.is_ahead):
             pipes.q.consumer_wait(at.q)
             issue_s(atoms, scores, at.q)
@@ -137,7 +140,7 @@ class FusedConsumer:
             warpgroup.wait_group(2)  # dV
             pipes.do.consumer_release(at.do)
         warpgroup.wait_group(1)  # dQ, and the next S
-        self.mail_dq(shared, dq, wg, thread)
+        self.mail_dq(shared, dq, i, wg, thread)
         warpgroup.wait_group(0)  # dK
         pipes.q.consumer_release(at.q)
         return ahead
@@ -154,9 +157,10 @@ class FusedConsumer:
         cute.copy(r2s, r2s.retile(rdS), r2s.partition_D(rows))
 
     @cute.jit
-    def mail_dq(self, shared: SharedTensors, dq: DqSide, wg: Int32, thread: Int32) -> None:
-        """This warpgroup's piece of dQ to the dQ writer."""
-        mail_wait(wg, is_full=False)
+    def mail_dq(self, shared: SharedTensors, dq: DqSide, i: Int32, wg: Int32, thread: Int32) -> None:
+        """This warpgroup's piece of dQ to the dQ writer; at a tile's start the mailbox is this warpgroup's."""
+        if i > 0:
+            mail_wait(wg, is_full=False)
         registers = cute.make_tensor(dq.acc_dQ.iterator, cute.make_layout((4, cute.size(dq.acc_dQ) // 4)))
         cute.autovec_copy(registers, shared.sdQ[None, None, thread, wg])
         cute.arch.fence_proxy("async.shared", space="cta")  # these writes, before the bulk reduction reads them

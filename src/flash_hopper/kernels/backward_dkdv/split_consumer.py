@@ -1,7 +1,8 @@
 """Two consumer warpgroups on the same 64 keys, for head dims above 128, where dK and dV fill a warpgroup each.
 
 Warpgroup 0 computes S^T and P^T and adds up dV; warpgroup 1 computes dP^T and dS^T and adds up dK. P^T goes from thread
-to thread: both hold the same element in the same register. While one makes P or dS, the tensor core works for the other.
+to thread: both hold the same element in the same register. Warpgroup 0 issues dV of the block before with S of this one and
+makes P while it runs; warpgroup 1 makes dS while dV or dK runs.
 """
 
 from flash_hopper.device.barriers import all_consumers_sync, handover_arrive, handover_wait
@@ -11,7 +12,7 @@ from flash_hopper.device.pipelines import consumer_state
 from flash_hopper.device.probabilities import grad_columns
 from flash_hopper.device.registers import to_operand
 from flash_hopper.kernels.backward_dkdv.args import Cursors, Resources, SharedTensors
-from flash_hopper.kernels.backward_dkdv.consumer import key_view, make_p
+from flash_hopper.kernels.backward_dkdv.consumer import KeyView, key_view, make_p
 from flash_hopper.kernels.backward_dkdv.epilogue import Epilogue
 from flash_hopper.kernels.backward_dkdv.fragments import (
     ScoreSide,
@@ -61,20 +62,28 @@ class SplitConsumer:
             m_block = order.first
             total = order.count * (args.mQ.shape[2] // args.mK.shape[2])  # all query heads of the key head
             side.acc_dV.fill(0.0)
-            for _ in cutlass.range(total, unroll=1):
-                pipes.q.consumer_wait(at.q)
-                issue_s(atoms, side, at.q)
-                warpgroup.wait_group(0)
-                make_p(plan, args, shared, side.acc_S, view, at.q.index, m_block)
-                pipes.q.consumer_release(at.q)
-                self.send_p(shared, side, thread)
-                to_operand(side.acc_S, side.tVrP, plan.dtype)
+            self.scores(resources, side, view, at, m_block, thread)
+            to_operand(side.acc_S, side.tVrP, plan.dtype)
+            for _ in cutlass.range(total - 1, unroll=1):
+                m_block = order.after(m_block)
+                ahead = at.ahead()
+                pipes.q.consumer_wait(ahead.q)
+                issue_s(atoms, side, ahead.q)
                 pipes.do.consumer_wait(at.do)
                 issue_dv(atoms, side, at.do)
-                warpgroup.wait_group(0)
+                warpgroup.wait_group(1)  # S
+                make_p(plan, args, shared, side.acc_S, view, ahead.q.index, m_block)
+                pipes.q.consumer_release(ahead.q)
+                self.send_p(shared, side, thread)
+                warpgroup.wait_group(0)  # dV
                 pipes.do.consumer_release(at.do)
-                at = at.ahead()
-                m_block = order.after(m_block)
+                to_operand(side.acc_S, side.tVrP, plan.dtype)
+                at = ahead
+            pipes.do.consumer_wait(at.do)
+            issue_dv(atoms, side, at.do)
+            warpgroup.wait_group(0)
+            pipes.do.consumer_release(at.do)
+            at = at.ahead()
             all_consumers_sync(2)  # warpgroup 1 has finished its wgmmas on V
             self.epilogue.stage(side.acc_dV, atoms.mma_dv, Float32(1.0), shared.sV[None, None, 0], Int32(0), thread)
             self.epilogue.store(
@@ -85,6 +94,19 @@ class SplitConsumer:
             keys_state.advance()
             coord = pipes.tiles.read(tile_state)
             tile_state.advance()
+
+    @cute.jit
+    def scores(
+        self, resources: Resources, side: ScoreSide, view: KeyView, at: Cursors, m_block: Int32, thread: Int32
+    ) -> None:
+        """S^T and P^T of a tile's first block."""
+        args, atoms, shared, pipes = resources
+        pipes.q.consumer_wait(at.q)
+        issue_s(atoms, side, at.q)
+        warpgroup.wait_group(0)
+        make_p(self.plan, args, shared, side.acc_S, view, at.q.index, m_block)
+        pipes.q.consumer_release(at.q)
+        self.send_p(shared, side, thread)
 
     @cute.jit
     def run_grads(self, resources: Resources, thread: Int32) -> None:
@@ -131,13 +153,14 @@ class SplitConsumer:
     def send_p(self, shared: SharedTensors, side: ScoreSide, thread: Int32) -> None:
         """P^T, float32, to the same thread of the other warpgroup."""
         handover_wait(is_full=False)
-        for i in range(cute.size(side.acc_S)):
-            shared.sP[i, thread] = side.acc_S[i]
+        registers = cute.make_tensor(side.acc_S.iterator, cute.make_layout((4, cute.size(side.acc_S) // 4)))
+        cute.autovec_copy(registers, shared.sP[None, None, thread])
         handover_arrive(is_full=True)
 
     def receive_p(self, shared: SharedTensors, p: cute.Tensor, thread: Int32) -> None:
         """P^T from the same thread of the other warpgroup."""
         handover_wait(is_full=True)
-        for i in range(cute.size(p)):
-            p[i] = shared.sP[i, thread]
+        cute.autovec_copy(
+            shared.sP[None, None, thread], cute.make_tensor(p.iterator, cute.make_layout((4, cute.size(p) // 4)))
+        )
         handover_arrive(is_full=False)

@@ -6,10 +6,10 @@
 | slots | coordinates of the next tiles | - | producer | consumer warps |
 | sLSE, sDelta | statistics of tile_m rows per stage | - | bulk copy | consumers |
 | sP | P^T, register by register, split roles only | - | the P warpgroup | the dS warpgroup |
-| sdS | dS^T, (tile_n, tile_m), two of them, if dQ is added up | - | consumers (stmatrix) | wgmma of both warpgroups |
-| sdQ | 64 x 64 of dQ per warpgroup, register by register, if dQ is added up | - | its warpgroup | bulk reduce-add |
+| sdS | dS^T, (tile_n, tile_m), two of them, if dQ is added up | dK on its way out | consumers (stmatrix) | wgmma of both warpgroups |
+| sdQ | 64 x 64 of dQ per warpgroup, register by register, if dQ is added up | dV on its way out | its warpgroup | bulk reduce-add |
 | sQ, sdO | (tile_m, head dim) per stage | - | TMA | wgmma, in both orientations |
-| sK, sV | (64, head dim) per band of 64 keys | dK and dV on their way out | TMA, then a warpgroup | wgmma, then TMA store |
+| sK, sV | (64, head dim) per band of 64 keys | dK and dV on their way out, unless dQ is added up | TMA, then a warpgroup | wgmma, then TMA store |
 """
 
 from typing import Any, NamedTuple
@@ -75,7 +75,7 @@ def shared_struct(plan: BackwardDkdvPlan) -> Any:
         sLSE: align[array[Float32, m * plan.q_stages], 128]
         sDelta: align[array[Float32, m * plan.do_stages], 128]
         sP: align[array[Float32, m // 2 * WARPGROUP if plan.splits_roles else 0], 16]
-        sdQ: align[array[Float32, DQ_PIECE * 2 if plan.adds_dq else 0], 128]
+        sdQ: align[array[Float32, DQ_PIECE * 2 if plan.adds_dq else 0], SWIZZLE_ALIGN]
         sdS: align[array[dtype, plan.tile_n * m * DS_STAGES if plan.adds_dq else 0], SWIZZLE_ALIGN]
         sQ: align[array[dtype, m * plan.tile_hdim * plan.q_stages], SWIZZLE_ALIGN]
         sdO: align[array[dtype, m * plan.tile_hdimv * plan.do_stages], SWIZZLE_ALIGN]
@@ -94,12 +94,22 @@ def allocate(plan: BackwardDkdvPlan, struct: Any, tiles: TileLayouts) -> tuple[A
     def tensor(field: Any, tile: cute.ComposedLayout, count: int, stride: int) -> cute.Tensor:
         return field.get_tensor(stacked(tile, count, stride), swizzle=tile.inner)
 
-    by_thread = cute.make_layout((m // 2, WARPGROUP), stride=(WARPGROUP, 1))
+    if plan.adds_dq:
+        sdK = tensor(storage.sdS, tiles.k, bands, WG_KEYS * plan.tile_hdim)
+        sdV = storage.sdQ.get_tensor(
+            stacked(tiles.v, bands, 2 * DQ_PIECE), swizzle=tiles.v.inner, dtype=ELEMENT_TYPES[plan.dtype]
+        )
+    else:
+        sdK = tensor(storage.sK, tiles.k, bands, WG_KEYS * plan.tile_hdim)
+        sdV = tensor(storage.sV, tiles.v, bands, WG_KEYS * plan.tile_hdimv)
+    by_thread = cute.make_layout((4, m // 8, WARPGROUP), stride=(1, 4 * WARPGROUP, 4))  # 16 bytes a thread
     return storage, SharedTensors(
         sQ=tensor(storage.sQ, tiles.q, plan.q_stages, m * plan.tile_hdim),
         sdO=tensor(storage.sdO, tiles.do, plan.do_stages, m * plan.tile_hdimv),
         sK=tensor(storage.sK, tiles.k, bands, WG_KEYS * plan.tile_hdim),
         sV=tensor(storage.sV, tiles.v, bands, WG_KEYS * plan.tile_hdimv),
+        sdK=sdK,
+        sdV=sdV,
         sLSE=storage.sLSE.get_tensor(cute.make_layout((m, plan.q_stages))),
         sDelta=storage.sDelta.get_tensor(cute.make_layout((m, plan.do_stages))),
         sP=storage.sP.get_tensor(by_thread) if plan.splits_roles else None,
