@@ -15,7 +15,7 @@ from flash_hopper.device.probabilities import grad_columns, recompute_columns
 from flash_hopper.device.registers import to_operand
 from flash_hopper.geometry.blocks import first_query, query_blocks
 from flash_hopper.geometry.tiles import TileCoord
-from flash_hopper.kernels.backward_dkdv.args import Cursors, DkdvArgs, Resources, SharedTensors
+from flash_hopper.kernels.backward_dkdv.args import Cursors, DkdvArgs, Pipelines, Resources, SharedTensors
 from flash_hopper.kernels.backward_dkdv.epilogue import Epilogue
 from flash_hopper.kernels.backward_dkdv.fragments import (
     GradSide,
