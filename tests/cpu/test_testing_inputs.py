@@ -7,10 +7,11 @@ import torch
 
 from flash_hopper.problem.dtypes import DType
 from flash_hopper.reference import naive
-from flash_hopper.testing.cases import LAYOUTS, VALUES, Case
-from flash_hopper.testing.inputs import TORCH_DTYPES, draw, make_inputs
+from flash_hopper.testing.cases import DLSES, DOUTS, LAYOUTS, VALUES, Case
+from flash_hopper.testing.inputs import TORCH_DTYPES, draw, draw_gradients, make_inputs
 
 BASE = Case(DType.BF16, 2, 4, 2, 24, 24, 16, 16)
+BACK = replace(BASE, direction="backward", give_out=False, seqlen_k=30, dlse="bhs")
 FITTING = {"size1": replace(BASE, batch=1)}
 
 
@@ -111,6 +112,75 @@ def test_a_write_beside_out_is_found_wherever_it_falls(layout, dtype):
         assert not inputs.out_is_contained()
 
 
+@pytest.mark.parametrize("dout", sorted(set(DOUTS) - {"none"}))
+@pytest.mark.parametrize("dtype", DType)
+def test_every_layout_of_dout_holds_the_same_values(dout, dtype):
+    plain = make_inputs(replace(BACK, dtype=dtype)).dout
+    x = make_inputs(replace(BACK, dtype=dtype, dout=dout)).dout
+    assert (x.shape, x.dtype) == (BACK.shape("o"), TORCH_DTYPES[dtype])
+    free = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in x.stride())
+    assert torch.equal(x[free], plain[free])
+    assert torch.equal(x, x[free].expand_as(x))
+
+
+@pytest.mark.parametrize(
+    ("dout", "claim"),
+    [
+        ("bshd", lambda x: x.is_contiguous()),
+        ("bhsd", lambda x: x.transpose(1, 2).is_contiguous()),
+        ("sbhd", lambda x: x.transpose(0, 1).is_contiguous()),
+        ("dimfirst", lambda x: x.permute(0, 3, 1, 2).is_contiguous()),
+        ("headslice", lambda x: x.stride(1) == (x.shape[2] + 3) * 16),
+        ("dimslice", lambda x: x.stride(2) == 16 + 24 and x.data_ptr() % 16 == 0),
+        ("step", lambda x: x.stride() == (24 * 4 * 32, 4 * 32, 32, 2)),
+        ("offset", lambda x: x.is_contiguous() and x.data_ptr() % 32 == 16),
+        ("misaligned", lambda x: x.is_contiguous() and x.data_ptr() % 16 != 0),
+        ("misstride", lambda x: x.stride(2) == 17),
+        ("expand_batch", lambda x: x.stride() == (0, 4 * 16, 16, 1)),
+        ("expand_rows", lambda x: x.stride() == (4 * 16, 0, 16, 1)),
+        ("expand_heads", lambda x: x.stride() == (24 * 16, 16, 0, 1)),
+        ("expand_dim", lambda x: x.stride() == (24 * 4, 4, 1, 0)),
+        ("expand_all", lambda x: x.stride() == (0, 0, 0, 0)),
+        ("none", lambda x: x is None),
+    ],
+)
+def test_layouts_of_dout_are_what_their_names_say(dout, claim):
+    assert claim(make_inputs(replace(BACK, dout=dout)).dout)
+
+
+def test_dlse_is_float32_and_lies_as_its_name_says():
+    made = {dlse: make_inputs(replace(BACK, dlse=dlse)).dlse for dlse in DLSES}
+    assert made.pop("none") is None
+    assert all((x.shape, x.dtype) == ((2, 4, 24), torch.float32) for x in made.values())
+    assert made["bhs"].is_contiguous()
+    assert made["bsh"].transpose(1, 2).is_contiguous()
+    assert made["expand_all"].stride() == (0, 0, 0)
+    assert torch.equal(made["bhs"], made["bsh"])
+    assert (made["expand_all"] == made["bhs"][0, 0, 0]).all()
+    assert make_inputs(replace(BACK, dtype=DType.FP64)).dlse.dtype == torch.float64
+
+
+def test_gradients_have_their_own_random_numbers_and_leave_those_of_the_inputs():
+    forward, backward = make_inputs(replace(BACK, direction="forward", dlse="none")), make_inputs(BACK)
+    assert forward.dout is forward.dlse is None
+    assert all(torch.equal(getattr(forward, x), getattr(backward, x)) for x in "qkv")
+    assert not torch.equal(backward.dout, backward.q)
+    assert not torch.equal(backward.dout, make_inputs(replace(BACK, seed=1)).dout)
+
+
+@pytest.mark.parametrize("dout", sorted(set(DOUTS) - {"none"}))
+def test_everything_around_dout_and_dlse_is_nan_and_a_change_of_either_is_found(dout):
+    inputs = make_inputs(replace(BACK, dout=dout))
+    before = inputs.snapshot()
+    assert inputs.changed(before) is None
+    for name, x in (("dlse", inputs.dlse), ("dout", inputs.dout)):
+        x.as_strided((1,), (1,), x.storage_offset()).fill_(3.0)
+        assert inputs.changed(before) == name
+        one = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in x.stride())
+        x[one] = float("nan")
+        assert inputs.buffers[name].isnan().all()
+
+
 def test_a_change_of_an_input_is_found():
     inputs = make_inputs(BASE)
     before = inputs.snapshot()
@@ -131,6 +201,9 @@ def test_inputs_depend_on_the_seed_and_nothing_else():
 def test_sizes_may_be_zero(shape, values):
     case = replace(BASE, values=values, **shape)
     assert {name: tuple(x.shape) for name, x in operands(case).items()} == {n: case.shape(n) for n in "qkvo"}
+    for dout in set(DOUTS) - {"none"}:
+        back = make_inputs(replace(BACK, dout=dout, values=values, **shape))
+        assert tuple(back.dout.shape) == replace(BACK, **shape).shape("o")
 
 
 def logits(case):
@@ -175,6 +248,20 @@ def test_values_of_v_have_their_sizes():
     assert sizes["small"].abs().max() < 0.01
     assert sizes["large"].abs().max() > 1000
     assert sizes["outlier"][..., 3].abs().mean() > 10 * sizes["outlier"][..., 4].abs().mean()
+
+
+def test_values_of_dout_have_their_sizes():
+    drawn = {values: draw_gradients(replace(BACK, batch=5, seqlen_q=400, values=values))[0] for values in VALUES}
+    assert (drawn["samesign"] >= 0.5).all()
+    assert drawn["large"].abs().max() < 0.01
+    assert drawn["outlier"][..., 3].abs().mean() > 10 * drawn["outlier"][..., 4].abs().mean()
+    by_entry = drawn["mixed"].abs().mean(dim=(1, 2, 3))
+    assert by_entry.max() / by_entry.min() > 1000
+    rows = drawn["gated"].abs().amax(dim=3)
+    assert 0.1 < (rows == 0).float().mean() < 0.3
+    assert rows[rows > 0].min() < 1e-3 < 0.5 < rows.max()
+    dlse = draw_gradients(BACK)[1]
+    assert 3 < dlse.std() < 5
 
 
 @pytest.mark.parametrize("values", VALUES)

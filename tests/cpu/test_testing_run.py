@@ -14,13 +14,14 @@ from flash_hopper.testing.suites import sample, suite
 
 CASE = Case(DType.BF16, 2, 4, 2, 30, 40, 16, 16, causal=True)
 OWN_OUT = replace(CASE, give_out=False)
+BACK = replace(OWN_OUT, direction="backward", dlse="bhs")
 
 
 def right(q, k, v, scale, **options):
     return flash_hopper.flash_attn_func(q, k, v, scale, **options)
 
 
-@pytest.mark.parametrize("case", sample(suite("smoke"), 30), ids=str)
+@pytest.mark.parametrize("case", [*sample(suite("smoke"), 30), *sample(suite("backward-smoke"), 40)], ids=str)
 def test_the_public_function_passes_on_the_cpu(case):
     result = run_case(case, repeat=2)
     assert result.passed, result.message
@@ -29,11 +30,10 @@ def test_the_public_function_passes_on_the_cpu(case):
     assert math.isfinite(result.worst_error)
 
 
-def test_the_forward_suite_passes_on_the_cpu_where_it_is_small():
-    small = [
-        c for c in suite("forward") if c.batch * c.heads * max(c.seqlen_q, 1) * max(c.seqlen_k, 1) * (c.d + c.dv) < 1e7
-    ]
-    assert len(small) > 800
+@pytest.mark.parametrize("name", ["forward", "backward"])
+def test_a_suite_passes_on_the_cpu_where_it_is_small(name):
+    small = [c for c in suite(name) if c.batch * c.heads * max(c.seqlen_q, 1) * max(c.seqlen_k, 1) * (c.d + c.dv) < 1e7]
+    assert len(small) > 500
     failures = [f"{r.case}: {r.message}" for r in map(run_case, sample(small, 100)) if not r.passed]
     assert not failures
 
@@ -150,6 +150,145 @@ def test_a_broken_promise_is_found_and_told_in_one_line(case, function, told):
     assert not result.passed
     assert told in result.message
     assert "\n" not in result.message
+
+
+class Through(torch.autograd.Function):
+    """x, whose gradient is changed on its way back."""
+
+    @staticmethod
+    def forward(ctx, x, change):
+        ctx.change = change
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.change(grad.clone()), None
+
+
+def altered(operand, change):
+    """The right function with another gradient of one operand."""
+
+    def function(q, k, v, scale, **options):
+        tensors = {"q": q, "k": k, "v": v}
+        if tensors[operand].requires_grad:
+            tensors[operand] = Through.apply(tensors[operand], change)
+        return right(*tensors.values(), scale, **options)
+
+    return function
+
+
+def filled(index, value):
+    def change(grad):
+        grad[index] = value
+        return grad
+
+    return change
+
+
+def dlse_ignored(q, k, v, scale, **options):
+    out, lse = right(q, k, v, scale, **options)
+    return out, Through.apply(lse, torch.zeros_like)
+
+
+def dout_changed(q, k, v, scale, **options):
+    out, lse = right(q, k, v, scale, **options)
+    out.register_hook(lambda grad: grad.mul_(2).div_(2).add_(0.5).sub_(0.5))
+    return out, lse
+
+
+def input_changed_in_the_backward(q, k, v, scale, **options):
+    result = right(q, k, v, scale, **options)
+
+    def change(grad):
+        k.data[0, 0] = 0.0
+
+    result[0].register_hook(change)
+    return result
+
+
+def no_gradient(q, k, v, scale, **options):
+    with torch.no_grad():
+        return right(q, k, v, scale, **options)
+
+
+def of_another_scale(q, k, v, scale, **options):
+    """The right out and lse; gradients as for scores that were scaled twice."""
+    return right(Through.apply(q, lambda grad: grad / 4), Through.apply(k, lambda grad: grad / 4), v, scale, **options)
+
+
+@pytest.mark.parametrize(
+    ("case", "function", "told"),
+    [
+        (BACK, altered("q", filled((0, -1), math.nan)), "dq[0, 29, 0, 0] = nan"),
+        (BACK, altered("k", filled((1, 39), 0.0)), "dk[1, 39, "),
+        (BACK, altered("v", filled((1, 3, 1, 5), 9.0)), "dv[1, 3, 1, 5] = 9"),
+        (BACK, altered("v", lambda grad: grad.roll(1, dims=2)), "dv["),
+        (replace(BACK, causal=False), altered("q", lambda grad: -grad), "dq["),
+        (BACK, of_another_scale, "dk["),
+        (BACK, dlse_ignored, "dq["),
+        (replace(BACK, dlse="none"), no_gradient, "does not require grad"),
+        (BACK, dout_changed, "the memory of dout was changed"),
+        (BACK, input_changed_in_the_backward, "the memory of k was changed"),
+        (replace(BACK, layout="headslice"), altered("q", filled((0, 3), 1.0)), "dq[0, 3"),
+        (replace(BACK, grads="v"), altered("v", filled((0, 0), 1.0)), "dv[0, 0, "),
+        (replace(BACK, return_lse=False, dlse="none"), altered("q", filled((0, 2), math.inf)), "dq[0, 2, "),
+    ],
+)
+def test_a_wrong_gradient_is_found_and_told_in_one_line(case, function, told):
+    result = run_case(case, function=function)
+    assert not result.passed
+    assert told in result.message
+    assert "\n" not in result.message
+
+
+def test_only_the_gradients_asked_for_are_computed():
+    asked = []
+
+    def watching(q, k, v, scale, **options):
+        asked.append((q.requires_grad, k.requires_grad, v.requires_grad))
+        return right(q, k, v, scale, **options)
+
+    for grads in ("q", "kv", "qkv"):
+        assert run_case(replace(BACK, grads=grads), function=watching).passed
+    assert asked == [(True, False, False), (False, True, True), (True, True, True)]
+
+
+def test_deterministic_is_passed_on_and_no_other_option_is_added():
+    given = []
+
+    def watching(q, k, v, scale, **options):
+        given.append(options)
+        return right(q, k, v, scale, **options)
+
+    for deterministic in (True, False):
+        assert run_case(replace(BACK, deterministic=deterministic), function=watching).passed
+    assert given[0] == {**given[1], "deterministic": True}
+    assert set(given[1]) == {"causal", "return_lse"}
+
+
+def drifting_gradient(at_call, change):
+    """The right function; in one of its calls the gradient of q is changed."""
+    calls = []
+
+    def function(q, k, v, scale, **options):
+        calls.append(1)
+        return right(Through.apply(q, change) if len(calls) == at_call else q, k, v, scale, **options)
+
+    return function
+
+
+def test_gradients_of_repeated_calls_must_agree_bit_for_bit_if_deterministic_and_be_right_otherwise():
+    def ulp(grad):
+        grad.view(torch.int16)[1, 2, 3, 4] += 1
+        return grad
+
+    once = drifting_gradient(3, ulp)
+    result = run_case(replace(BACK, deterministic=True), function=once, repeat=5)
+    assert result.message == "dq of call 3 differs from that of call 1 in 1 elements"
+    assert run_case(BACK, function=drifting_gradient(3, ulp), repeat=5).passed
+    wrong = run_case(BACK, function=drifting_gradient(3, filled((1, 2), math.nan)), repeat=5)
+    assert "dq[1, 2, " in wrong.message
+    assert wrong.worst_ratio == math.inf
 
 
 def test_calls_that_differ_are_found_when_repeated():

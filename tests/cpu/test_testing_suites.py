@@ -4,16 +4,30 @@ from collections import defaultdict
 
 import pytest
 
+from flash_hopper.plan.backward import BackwardDkdvPlan, BackwardDqPlan, PostprocessPlan, PreprocessPlan
 from flash_hopper.problem.dtypes import DType
 from flash_hopper.problem.errors import ArgumentError
 from flash_hopper.testing import suites
-from flash_hopper.testing.cases import LAYOUTS, VALUES, Case
-from flash_hopper.testing.suites import SWEPT_DIMS, plan_of, plans_of, sample, suite, tile_rows
+from flash_hopper.testing.backward_cases import SWEPT, tiles
+from flash_hopper.testing.cases import DLSES, DOUTS, LAYOUTS, VALUES, Case
+from flash_hopper.testing.forward_cases import SWEPT_DIMS, tile_rows
+from flash_hopper.testing.suites import backward_plans_of, plan_of, plans_of, sample, suite
 
 
 @pytest.fixture(scope="module")
 def forward():
     return suite("forward")
+
+
+@pytest.fixture(scope="module")
+def backward():
+    return suite("backward")
+
+
+@pytest.fixture(scope="module")
+def planned(backward):
+    """(case, plan) for every backward kernel of every case."""
+    return [(case, plan) for case in backward for plan in backward_plans_of(case)]
 
 
 @pytest.mark.parametrize("name", suites.names())
@@ -25,21 +39,36 @@ def test_every_case_is_valid_unique_and_replayable(name):
         assert Case.parse(str(case)) == case
 
 
-def test_sizes_of_the_suites(forward):
+def test_sizes_of_the_suites(forward, backward):
     assert 2000 <= len(forward) <= 3200
-    assert 50 <= len(suite("smoke")) <= 80
-    assert 8 <= len(suite("sanitizer")) <= 12
-    assert all(c.seqlen_q * c.seqlen_k * c.heads * c.batch < 200_000 for c in suite("smoke") + suite("sanitizer"))
+    assert 1600 <= len(backward) <= 1950
+    for smoke, sanitizer in (("smoke", "sanitizer"), ("backward-smoke", "backward-sanitizer")):
+        assert 50 <= len(suite(smoke)) <= 80
+        assert 8 <= len(suite(sanitizer)) <= 12
+        assert all(c.seqlen_q * c.seqlen_k * c.heads * c.batch < 200_000 for c in suite(smoke) + suite(sanitizer))
 
 
-def test_the_number_of_kernels_stays_moderate(forward):
+def test_each_suite_has_one_direction():
+    for name in suites.names():
+        assert {c.is_backward for c in suite(name)} == {name.startswith("backward")}
+
+
+def test_the_number_of_kernels_stays_moderate(forward, backward):
     assert len(plans_of(forward)) < 110
+    assert len(plans_of(backward)) < 150
     assert len(plans_of(suite("sanitizer"))) == len(suite("sanitizer"))
     assert plans_of(forward) == plans_of(suite("forward", seed=3))
 
 
-def test_plans_are_those_of_the_cases_once_each(forward):
+def test_plans_are_those_of_the_cases_once_each(forward, backward, planned):
     assert set(plans_of(forward)) == {plan for plan in map(plan_of, forward) if plan is not None}
+    found = plans_of(backward)
+    assert len(set(found)) == len(found) == len({plan.name for plan in found})
+    wanted = {plan for plan in map(plan_of, backward) if plan is not None} | {plan for _, plan in planned}
+    assert set(found) == wanted
+    assert all(plan.has_lse for plan in map(plan_of, backward) if plan is not None)
+    assert not any(map(backward_plans_of, forward))
+    assert all((plan_of(case) is None) == (not backward_plans_of(case)) for case in backward)
     assert all(plan_of(case) is None for case in forward if 0 in case.shape("q") or case.seqlen_k == 0)
 
 
@@ -72,7 +101,7 @@ def test_every_head_dim_ratio_layout_and_kind_of_values_is_met(forward):
         assert {(192, 128), (64, 256), (256, 64), (128, 64), (40, 200)} <= {(c.d, c.dv) for c in chosen}
         assert {1, 2, 3, 4, 5, 6, 7, 8, 16, 32} <= {c.heads // c.heads_k for c in chosen if c.heads_k}
         assert {c.layout for c in chosen} == set(LAYOUTS)
-        assert {c.values for c in chosen} == set(VALUES)
+        assert {c.values for c in chosen} == set(VALUES) - {"gated"}  # which is about the gradient of out
         assert {c.dtype for c in chosen} == {DType.BF16, DType.FP16}
         assert {c.return_lse for c in chosen} == {c.give_out for c in chosen} == {False, True}
 
@@ -126,5 +155,118 @@ def test_a_sample_of_everything_is_the_suite(forward):
 
 
 def test_an_unknown_suite_is_refused():
-    with pytest.raises(ArgumentError, match="forward, smoke, sanitizer"):
-        suite("backward")
+    with pytest.raises(ArgumentError, match="forward, smoke, sanitizer, backward, backward-smoke, backward-sanitizer"):
+        suite("sideways")
+
+
+def test_backward_plans_are_what_the_launch_binds(backward):
+    """Which kernels a subset of gradients, a gradient of lse and determinism need."""
+    for case in backward:
+        plans = backward_plans_of(case)
+        if not plans:
+            continue
+        kinds = [type(plan) for plan in plans]
+        assert kinds[0] is PreprocessPlan
+        assert plans[0].has_dlse == (case.dlse != "none")
+        adds_dq = any(isinstance(plan, BackwardDkdvPlan) and plan.adds_dq for plan in plans)
+        assert (BackwardDqPlan in kinds) == ("q" in case.grads and not adds_dq)
+        assert (BackwardDkdvPlan in kinds) == (case.grads != "q")
+        assert (PostprocessPlan in kinds) == adds_dq
+        assert not (adds_dq and case.deterministic)
+
+
+@pytest.mark.parametrize(("dims", "deterministic", "causal", "is_whole"), SWEPT, ids=str)
+def test_half_of_the_residues_of_backward_tiles_are_met_with_each_mask(backward, dims, deterministic, causal, is_whole):
+    d, dv = dims if isinstance(dims, tuple) else (dims, dims)
+    chosen = [c for c in backward if (c.d, c.dv, c.deterministic, c.causal) == (d, dv, deterministic, causal)]
+    rows, keys = tiles(dims, deterministic, causal)
+    for sizes, lengths in ((rows, [c.seqlen_q for c in chosen]), (keys, [c.seqlen_k for c in chosen])):
+        for size in sizes:
+            met = {length % size for length in lengths}
+            assert len(met) >= (size if is_whole else size // 2), (size, len(met))
+
+
+def test_both_routes_meet_every_residue_of_their_tiles_with_one_mask_or_the_other(planned):
+    met = defaultdict(set)
+    for case, plan in planned:
+        if isinstance(plan, BackwardDkdvPlan | BackwardDqPlan):
+            adds_dq = isinstance(plan, BackwardDkdvPlan) and plan.adds_dq
+            key = plan.kind, adds_dq, max(plan.tile_hdim, plan.tile_hdimv) > 64, plan.tile_m, plan.tile_n
+            met[key, "q"].add(case.seqlen_q % plan.tile_m)
+            met[key, "k"].add(case.seqlen_k % plan.tile_n)
+    assert len(met) >= 2 * 8
+    for (key, axis), residues in met.items():
+        size = key[-2] if axis == "q" else key[-1]
+        assert residues == set(range(size)), (key, axis, set(range(size)) - residues)
+
+
+def test_the_backward_meets_every_head_dim_ratio_layout_and_kind_of_values(backward):
+    for causal in (False, True):
+        chosen = [c for c in backward if c.causal == causal]
+        for deterministic in (False, True):
+            same = {c.d for c in chosen if c.d == c.dv and c.deterministic == deterministic}
+            assert same >= set(range(8, 129, 8))
+        assert {c.d for c in chosen if c.d == c.dv} == set(range(8, 257, 8))
+        assert {(192, 128), (64, 128), (128, 64), (256, 64), (64, 256), (40, 200)} <= {(c.d, c.dv) for c in chosen}
+        assert any((c.d, c.dv) == (192, 128) and c.heads == 6 * c.heads_k // 2 for c in chosen)
+        assert {1, 2, 3, 4, 5, 6, 7, 8, 16, 40} <= {c.heads // c.heads_k for c in chosen if c.heads_k}
+        assert {c.layout for c in chosen} == set(LAYOUTS)
+        assert {c.values for c in chosen} == set(VALUES)
+        assert {c.dout for c in chosen} == set(DOUTS)
+        assert {c.dlse for c in chosen} == set(DLSES)
+        assert {c.grads for c in chosen} == {"q", "k", "v", "qk", "qv", "kv", "qkv"}
+        assert {c.dtype for c in chosen} == {DType.BF16, DType.FP16}
+        assert {c.return_lse for c in chosen} == {c.deterministic for c in chosen} == {False, True}
+
+
+def test_harmful_values_meet_padded_keys_and_rows_on_both_routes_in_both_dtypes(planned):
+    """All logits far below zero: a padded key that is not masked has a probability beyond the largest number."""
+    met = set()
+    for case, plan in planned:
+        if isinstance(plan, BackwardDkdvPlan) and case.seqlen_k % plan.tile_n and case.seqlen_q % plan.tile_m:
+            met.add((case.values, plan.adds_dq, plan.dtype, case.causal))
+    for values in ("negative", "extreme", "samesign"):
+        for adds_dq in (False, True):
+            for dtype in (DType.BF16, DType.FP16):
+                assert {(values, adds_dq, dtype, causal) for causal in (False, True)} <= met
+
+
+def test_the_backward_meets_scales_lengths_and_empty_sizes(backward):
+    assert {None, 0.0, 20.0} <= {c.scale for c in backward}
+    assert any(c.scale is not None and c.scale < 0 for c in backward)
+    for deterministic in (False, True):
+        causal = [c for c in backward if c.causal and c.deterministic == deterministic]
+        assert any(c.seqlen_q < c.seqlen_k for c in causal)
+        assert any(c.seqlen_q == c.seqlen_k for c in causal)
+        assert any(c.seqlen_q > 2 * c.seqlen_k > 128 for c in causal)
+        # rows without a key, with a gradient through their lse
+        assert any(c.seqlen_q > c.seqlen_k > 0 and c.dlse != "none" for c in causal)
+    for name in ("batch", "seqlen_q", "seqlen_k", "heads"):
+        assert any(getattr(c, name) == 0 for c in backward)
+    assert max(c.seqlen_q for c in backward) >= 4096
+    assert max(c.seqlen_k for c in backward) >= 4096
+    assert max(c.batch for c in backward) > 65_535
+    assert max(c.heads for c in backward) > 65_535
+
+
+def test_the_backward_smoke_suite_cuts_through_all_kinds():
+    cases = suite("backward-smoke")
+    assert {c.values for c in cases} == set(VALUES)
+    assert {c.dout for c in cases} == set(DOUTS)
+    assert {c.dlse for c in cases} == set(DLSES)
+    assert len({c.grads for c in cases}) == 7
+    assert {c.deterministic for c in cases} == {c.causal for c in cases} == {False, True}
+
+
+def test_the_backward_sanitizer_suite_meets_every_family_of_kernels():
+    plans = [plan for plan in plans_of(suite("backward-sanitizer")) if plan.kind != "forward"]
+    assert {plan.kind for plan in plans} == {"preprocess", "backward_dkdv", "backward_dq", "postprocess"}
+    families = {(p.splits_roles, p.is_deferred, p.adds_dq) for p in plans if isinstance(p, BackwardDkdvPlan)}
+    everything = plans_of(suite("backward"))
+    assert families == {
+        (p.splits_roles, p.is_deferred, p.adds_dq) for p in everything if isinstance(p, BackwardDkdvPlan)
+    }
+    assert {p.scheduler for p in plans if isinstance(p, BackwardDkdvPlan)} == {"static", "dynamic"}
+    assert {(p.tile_m, p.tile_n) for p in plans if isinstance(p, BackwardDqPlan)} == {
+        (p.tile_m, p.tile_n) for p in everything if isinstance(p, BackwardDqPlan)
+    }

@@ -39,9 +39,43 @@ def wrong_for_causal(monkeypatch):
     monkeypatch.setattr(run, "flash_attn_func", function)
 
 
-def test_the_smoke_suite_passes_on_the_cpu():
-    lines = verify("--suite", "smoke", "--device", "cpu")
-    assert lines[-1] == f"{len(suite('smoke'))} passed, 0 failed"
+@pytest.mark.parametrize("name", ["smoke", "backward-smoke"])
+def test_the_smoke_suites_pass_on_the_cpu(name):
+    lines = verify("--suite", name, "--device", "cpu")
+    assert lines[-1] == f"{len(suite(name))} passed, 0 failed"
+
+
+def test_repeated_deterministic_gradients_must_agree_and_others_be_right(monkeypatch):
+    """Gradients that drift by a little: a failure where bits are promised, and only there."""
+    calls = []
+
+    def drifting(q, k, v, scale, deterministic=False, **options):
+        calls.append(1)
+        factor = 1 + 2**-6 * (len(calls) % 2)
+        result = flash_hopper.flash_attn_func(q, k, v, scale, **options)
+        result[0].register_hook(lambda grad: grad * factor)
+        return result
+
+    monkeypatch.setattr(run, "flash_attn_func", drifting)
+    monkeypatch.setattr(run, "compare", lambda name, *_: run.Comparison(0.0, 0.0, ""))
+    case = f"{CASE},out=0,dir=backward"
+    assert verify("--case", case, "--device", "cpu", "--repeat", "3")[-1] == "1 passed, 0 failed"
+    lines = verify("--case", f"{case},det=1", "--device", "cpu", "--repeat", "3", code=1)
+    assert re.match(r"FAILED d[qkv] of call 2 differs from that of call 1 in \d+ elements", lines[0])
+    assert Case.parse(shlex.split(lines[0].partition(" | ")[2])[-1]).deterministic
+
+
+def test_a_failed_gradient_is_told_with_the_command_that_replays_it(monkeypatch):
+    def wrong(q, k, v, scale, **options):
+        result = flash_hopper.flash_attn_func(q, k, v, scale, **options)
+        result[0].register_hook(lambda grad: -grad)
+        return result
+
+    monkeypatch.setattr(run, "flash_attn_func", wrong)
+    (failure, closing) = verify("--case", f"{CASE},out=0,dir=backward,grads=kv", "--device", "cpu", code=1)
+    assert closing == "0 passed, 1 failed"
+    assert failure.startswith("FAILED dk[") and "; dv[" in failure
+    assert verify(*shlex.split(failure.partition(" | ")[2])[2:], code=1) == [failure, closing]
 
 
 @pytest.mark.parametrize("limit", [1, 5])

@@ -10,12 +10,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from flash_hopper.problem.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from flash_hopper.plan.forward import ForwardPlan
+    from flash_hopper.compile.key import Plan
 
 
 def compile_kernels(
     preset: Annotated[str | None, typer.Option(help="A named set: paper, common or all.")] = None,
-    suite: Annotated[str | None, typer.Option(help="What this suite of `verify` runs, e.g. forward.")] = None,
+    suite: Annotated[
+        str | None, typer.Option(help="What this suite of `verify` runs, e.g. forward or backward.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Pack to write (a .so); default: fill the disk cache.")] = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="Worker processes, 0.6 GB each; default: one a core.")] = None,
 ) -> None:
@@ -47,13 +49,13 @@ def compile_kernels(
         )
 
 
-def _plans(preset: str | None, suite: str | None) -> "list[ForwardPlan]":
+def _plans(preset: str | None, suite: str | None) -> "list[Plan]":
     from flash_hopper.compile.presets import PRESETS, preset_plans
 
     if preset is None and suite is None:
         choices = "; ".join(f"--preset {name}: {what}" for name, what in PRESETS.items())
         raise ArgumentError(f"say what to compile: {choices}; or --suite forward")
-    plans = preset_plans(preset) if preset is not None else []
+    plans: list[Plan] = [*preset_plans(preset)] if preset is not None else []
     if suite is not None:
         from flash_hopper.testing.suites import plans_of
         from flash_hopper.testing.suites import suite as cases_of

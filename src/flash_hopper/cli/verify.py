@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
 
 def verify(
-    suite: Annotated[str, typer.Option(help="smoke (for the CPU), forward or sanitizer.")] = "smoke",
+    suite: Annotated[
+        str,
+        typer.Option(help="forward or backward; smoke or backward-smoke for the CPU; sanitizer, backward-sanitizer."),
+    ] = "smoke",
     device: Annotated[
         str | None, typer.Option(help="cpu, cuda or cuda:N; by default cuda if there is a GPU of capability 9.0.")
     ] = None,
@@ -29,9 +32,11 @@ def verify(
     seed: Annotated[int, typer.Option(help="Other random numbers for every case.")] = 0,
     json: Annotated[Path | None, typer.Option(help="Store the outcome here.")] = None,
     case: Annotated[str | None, typer.Option(help="Run one case, in the form in which failures are shown.")] = None,
-    repeat: Annotated[int, typer.Option(min=1, help="Call each case so often and demand the same bits.")] = 1,
+    repeat: Annotated[
+        int, typer.Option(min=1, help="Call each case so often and demand the same bits where they are promised.")
+    ] = 1,
 ) -> None:
-    """Check attention against float64, element by element, over a grid of cases."""
+    """Check attention and its gradients against float64, element by element, over a grid of cases."""
     from flash_hopper.testing.cases import Case
     from flash_hopper.testing.environment import environment
     from flash_hopper.testing.suites import sample

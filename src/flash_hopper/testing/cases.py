@@ -1,4 +1,4 @@
-"""A test case: one attention call as data, with a text form that replays it.
+"""A test case: one attention call, forward or with its backward, as data, with a text form that replays it.
 
 `str(case)` gives the argument of `flash-hopper verify --case`; `Case.parse` reads it back. What the words for
 layouts and values mean is carried out by `testing.inputs`; `testing.suites` builds the grids; `tests/` and
@@ -12,6 +12,8 @@ from flash_hopper.problem.attention import AttentionOptions, AttentionProblem, a
 from flash_hopper.problem.dtypes import DType
 from flash_hopper.problem.errors import ArgumentError
 from flash_hopper.problem.tensor import TensorSpec
+
+Dims = tuple[int, int]
 
 LAYOUTS = {
     "bshd": "contiguous (batch, seqlen, heads, dim)",
@@ -41,11 +43,41 @@ VALUES = {
     "slopes": "rising and falling rows side by side, with different steepness",
     "negative": "all logits of all rows far below zero",
     "mixed": "a different scale in every batch entry",
-    "samesign": "normal, but all of v is positive",
+    "samesign": "normal, but all of v and dout is positive",
+    "gated": "normal, rows of dout times gates from 1e-4 to 1, every fifth gate closed (backward only)",
 }
-"""What the tensors hold, by name."""
+"""What the tensors hold, by name. Values of dout are normal unless said here or in `testing.inputs`."""
 
-_OPERANDS = "qkvo"
+DOUTS = {
+    "bshd": LAYOUTS["bshd"],
+    "bhsd": LAYOUTS["bhsd"],
+    "sbhd": LAYOUTS["sbhd"],
+    "dimfirst": "transposed view of (batch, dim, seqlen, heads): last stride not 1",
+    "headslice": LAYOUTS["headslice"],
+    "dimslice": LAYOUTS["dimslice"],
+    "step": "every second element of a head dim twice as large: last stride 2",
+    "offset": LAYOUTS["offset"],
+    "misaligned": LAYOUTS["misaligned"],
+    "misstride": LAYOUTS["misstride"],
+    "expand_batch": "stride 0 over the batch",
+    "expand_rows": "stride 0 over the rows",
+    "expand_heads": "stride 0 over the heads",
+    "expand_dim": "stride 0 over the head dim, as out.sum(-1) passes back",
+    "expand_all": "one value with all strides 0, as out.sum() passes back",
+    "none": "not there: only lse passes a gradient back",
+}
+"""How the gradient of out lies in memory, by name."""
+
+DLSES = {
+    "none": "not there",
+    "bhs": "contiguous (batch, heads, seqlen)",
+    "bsh": "transposed view of (batch, seqlen, heads)",
+    "expand_all": "one value with all strides 0, as lse.sum() passes back",
+}
+"""How the gradient of lse lies in memory, by name."""
+
+_DIRECTIONS = ("forward", "backward")
+_OPERANDS, _INPUTS = "qkvo", "qkv"
 _KEYS = {
     "dtype": "dtype",
     "b": "batch",
@@ -62,18 +94,26 @@ _KEYS = {
     "of": "strided",
     "values": "values",
     "out": "give_out",
+    "dir": "direction",
+    "det": "deterministic",
+    "grads": "grads",
+    "do": "dout",
+    "dlse": "dlse",
     "seed": "seed",
 }
+_WORDS = ("layout", "strided", "values", "direction", "grads", "dout", "dlse")
+_FLAGS = ("causal", "return_lse", "give_out", "deterministic")
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One call of `flash_attn_func`; see `LAYOUTS` and `VALUES` for the words.
+    """One call of `flash_attn_func`; see `LAYOUTS`, `VALUES`, `DOUTS` and `DLSES` for the words.
 
     `strided` names the operands (of q, k, v and o for out) that have the layout; the others are contiguous. `scale`
-    None means 1 / sqrt(d). `give_out` passes a tensor pre-filled with NaN as `out`. Raises ArgumentError for words
-    that are unknown and layouts that the sizes do not allow; what a call itself would refuse is found by
-    `problem()`.
+    None means 1 / sqrt(d). `give_out` passes a tensor pre-filled with NaN as `out`. With the direction "backward"
+    gradients of the inputs in `grads` are computed from those of out (`dout`) and lse (`dlse`); such a call allocates
+    its out. Raises ArgumentError for words that are unknown and combinations that make no sense; what a call itself
+    would refuse is found by `problem()`.
     """
 
     dtype: DType
@@ -91,18 +131,39 @@ class Case:
     strided: str = _OPERANDS
     values: str = "normal"
     give_out: bool = True
+    direction: str = "forward"
+    deterministic: bool = False
+    grads: str = _INPUTS
+    dout: str = "bshd"
+    dlse: str = "none"
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, allowed in (("layout", LAYOUTS), ("values", VALUES)):
+        words = {"layout": LAYOUTS, "values": VALUES, "direction": _DIRECTIONS, "dout": DOUTS, "dlse": DLSES}
+        for name, allowed in words.items():
             if getattr(self, name) not in allowed:
                 raise ArgumentError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
-        if not self.strided or self.strided != "".join(o for o in _OPERANDS if o in self.strided):
-            raise ArgumentError(f"strided must be letters of {_OPERANDS!r} in this order, got {self.strided!r}")
+        for name, letters in (("strided", _OPERANDS), ("grads", _INPUTS)):
+            given = getattr(self, name)
+            if not given or given != "".join(letter for letter in letters if letter in given):
+                raise ArgumentError(f"{name} must be letters of {letters!r} in this order, got {given!r}")
+        self._check_direction()
         if self.layout == "packed":
             self._check_packed()
         if self.layout == "size1" and not any(1 in self.shape(operand)[:3] for operand in self.strided):
             raise ArgumentError(f"layout size1 needs a dimension of size 1 in one of {self.strided}")
+
+    def _check_direction(self) -> None:
+        if not self.is_backward:
+            if (self.grads, self.dout, self.dlse) != (_INPUTS, "bshd", "none"):
+                raise ArgumentError("grads, dout and dlse belong to direction backward")
+            return
+        if self.give_out:
+            raise ArgumentError("a case of direction backward allocates its out: give_out must be off (out=0)")
+        if self.dlse != "none" and not self.return_lse:
+            raise ArgumentError(f"dlse={self.dlse} needs return_lse")
+        if self.dout == self.dlse == "none":
+            raise ArgumentError("one of dout and dlse must be there")
 
     def _check_packed(self) -> None:
         inputs = self.strided.replace("o", "")
@@ -112,6 +173,11 @@ class Case:
                 "layout packed holds k and v, or q, k and v of equal lengths and head dims, "
                 f"got {self.strided} with lengths {self.seqlen_q}, {self.seqlen_k} and head dims {self.d}, {self.dv}"
             )
+
+    @property
+    def is_backward(self) -> bool:
+        """True if gradients are computed, too."""
+        return self.direction == "backward"
 
     def shape(self, operand: str) -> tuple[int, int, int, int]:
         """(batch, seqlen, heads, head dim) of operand "q", "k", "v" or "o"."""
@@ -125,7 +191,12 @@ class Case:
     def problem(self) -> AttentionProblem:
         """The request that the call makes. Raises what the call would raise for these sizes."""
         q, k, v, out = (self._spec(name, operand) for name, operand in zip(("q", "k", "v", "out"), "qkvo", strict=True))
-        options = AttentionOptions(softmax_scale=self.scale, causal=self.causal, return_lse=self.return_lse)
+        options = AttentionOptions(
+            softmax_scale=self.scale,
+            causal=self.causal,
+            deterministic=self.deterministic,
+            return_lse=self.return_lse or self.is_backward,  # the backward reads it
+        )
         return attention_problem(q, k, v, options, dtypes=tuple(DType), out=out)
 
     def _spec(self, name: str, operand: str) -> TensorSpec:
@@ -174,12 +245,21 @@ def _read(key: str, text: str) -> Any:
     try:
         if name == "dtype":
             return DType(text)
-        if name in ("layout", "strided", "values"):
+        if name in _WORDS:
             return text
-        if name in ("causal", "return_lse", "give_out"):
+        if name in _FLAGS:
             return {"0": False, "1": True}[text]
         if name == "scale":
             return None if text == "none" else float(text)
         return int(text)
     except (ValueError, KeyError):
         raise ArgumentError(f"cannot read {key}={text!r} in a case") from None
+
+
+def case_of(
+    dims: Dims | int, lengths: Dims, causal: bool = False, *, batch: int = 1, heads: Dims = (2, 2),
+    dtype: DType = DType.BF16,
+) -> Case:  # fmt: skip
+    """A forward case from (d, dv) or d, (seqlen_q, seqlen_k) and (heads, heads_k)."""
+    d, dv = dims if isinstance(dims, tuple) else (dims, dims)
+    return Case(dtype, batch, *heads, *lengths, d, dv, causal)

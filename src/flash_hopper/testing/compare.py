@@ -23,10 +23,12 @@ results. For lse, which is float32:
 
     |got - ref| <= 2 D_r + 2^-21 |ref| + 1e-5
 
-NaN and infinities must be where float64, rounded to the dtype, has them. `testing.run` and `tests/` call this.
+NaN and infinities must be where float64, rounded to the dtype, has them. `testing.run` and `tests/` call this; the rule
+for gradients is in `testing.gradients`.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,6 +49,13 @@ class Expected:
     lse: Tensor
     out_allowed: Tensor
     lse_allowed: Tensor
+
+
+class Target(NamedTuple):
+    """float64 values and the error allowed in each."""
+
+    want: Tensor
+    allowed: Tensor
 
 
 @dataclass(frozen=True)

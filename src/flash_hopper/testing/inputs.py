@@ -31,22 +31,37 @@ _NAN_BITS = {
     torch.float32: (torch.int32, 0x7FE5E5E5),
     torch.float64: (torch.int64, 0x7FFDE5E5E5E5E5E5),
 }
+# dimensions of stride 0, by layout
+_EXPANDED = {
+    "expand_batch": (0,),
+    "expand_rows": (1,),
+    "expand_heads": (2,),
+    "expand_dim": (3,),
+    "expand_all": (0, 1, 2, 3),
+}
+# dout and dlse must not repeat what was drawn for q, k, v; torch's generator on the CPU takes 32 bits of a seed
+_GRADIENT_SEED, _SEEDS = 0x9E3779B1, 1 << 32
 # strides for dimensions of size 1: no offset is ever computed from them
 _ODD_STRIDES = (2**33 + 1, 7, 3)
 
 
 @dataclass
 class Inputs:
-    """Operands of a case on a device. `out` is None if the case gives none; `buffers` holds each view's memory."""
+    """Operands of a case on a device; `buffers` holds each view's memory.
+
+    `out` is None if the case gives none, `dout` and `dlse` where nothing is passed back.
+    """
 
     q: Tensor
     k: Tensor
     v: Tensor
     out: Tensor | None
     buffers: dict[str, Tensor]
+    dout: Tensor | None = None
+    dlse: Tensor | None = None
 
     def snapshot(self) -> dict[str, Tensor]:
-        """Copies of the memory of q, k and v."""
+        """Copies of the memory of all inputs: q, k, v, dout and dlse."""
         return {name: _bits(flat).clone() for name, flat in self.buffers.items() if name != "o"}
 
     def changed(self, snapshot: dict[str, Tensor]) -> str | None:
@@ -66,20 +81,33 @@ class Inputs:
 
 
 def make_inputs(case: Case, device: torch.device | str = "cpu") -> Inputs:
-    """q, k, v (and out, if the case gives it) with the strides and values of the case."""
+    """q, k, v (and out, dout and dlse, if the case has them) with the strides and values of the case."""
     dtype = TORCH_DTYPES[case.dtype]
     buffers: dict[str, Tensor] = {}
     views: dict[str, Tensor] = {}
+
+    def view(name: str, shape: tuple[int, ...], place: _Place, dtype: torch.dtype) -> Tensor:
+        buffers[name] = nan_buffer(place.elements, dtype, device)
+        return buffers[name].as_strided(shape, place.strides, GUARD + place.offset)
+
     if case.layout == "packed":
         views.update(_packed_views(case, dtype, device, buffers))
     for operand in "qkvo" if case.give_out else "qkv":
         if operand not in views:
-            place = _place(case, operand)
-            buffers[operand] = nan_buffer(place.elements, dtype, device)
-            views[operand] = buffers[operand].as_strided(case.shape(operand), place.strides, GUARD + place.offset)
+            views[operand] = view(operand, case.shape(operand), _place(case, operand), dtype)
     for operand, values in zip("qkv", draw(case), strict=True):
         _write(views[operand], values)
-    return Inputs(views["q"], views["k"], views["v"], views.get("o"), buffers)
+    inputs = Inputs(views["q"], views["k"], views["v"], views.get("o"), buffers)
+    if case.is_backward:
+        dout, dlse = draw_gradients(case)
+        if case.dout != "none":
+            inputs.dout = view("dout", dout.shape, _dout_place(case.shape("o"), case.dout), dtype)
+            _write(inputs.dout, dout)
+        if case.dlse != "none":
+            wide = torch.float64 if dtype == torch.float64 else torch.float32
+            inputs.dlse = view("dlse", dlse.shape, _dlse_place(tuple(dlse.shape), case.dlse), wide)
+            _write(inputs.dlse, dlse)
+    return inputs
 
 
 def nan_buffer(elements: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
@@ -109,6 +137,19 @@ class _Place(NamedTuple):
 def _place(case: Case, operand: str) -> _Place:
     shape = case.shape(operand)
     layout = case.layout if operand in case.strided else "bshd"
+    if layout in _EXPANDED:
+        return _expanded(shape, *_EXPANDED[layout]) if operand != "o" else _slice_of(shape)
+    place = _strided_place(shape, layout)
+    if layout == "size1":
+        odd = (*_ODD_STRIDES, 1)
+        return place._replace(
+            strides=tuple(o if n == 1 else s for n, s, o in zip(shape, place.strides, odd, strict=True))
+        )
+    return place
+
+
+def _strided_place(shape: tuple[int, int, int, int], layout: str) -> _Place:
+    """Layouts in which every element has its own address; compact for words that mean nothing here."""
     batch, seqlen, heads, dim = shape
     if layout == "bhsd":
         return _slice_of(shape, (0, 2, 1, 3))
@@ -122,25 +163,37 @@ def _place(case: Case, operand: str) -> _Place:
         return _slice_of((batch, seqlen, heads, dim + 1))
     if layout in ("offset", "misaligned"):
         return _slice_of(shape, offset=8 if layout == "offset" else 1)
-    if layout in ("expand_batch", "expand_heads") and operand != "o":
-        dim_index = 0 if layout == "expand_batch" else 2
-        one = list(shape)
-        one[dim_index] = min(1, shape[dim_index])
-        place = _slice_of(tuple(one))
-        return place._replace(strides=tuple(0 if i == dim_index else s for i, s in enumerate(place.strides)))
-    place = _slice_of(shape)
-    if layout == "size1":
-        odd = (*_ODD_STRIDES, 1)
-        return place._replace(
-            strides=tuple(o if n == 1 else s for n, s, o in zip(shape, place.strides, odd, strict=True))
-        )
-    return place
+    return _slice_of(shape)
 
 
-def _slice_of(sizes: tuple[int, ...], order: tuple[int, ...] = (0, 1, 2, 3), offset: int = 0) -> _Place:
+def _dout_place(shape: tuple[int, int, int, int], layout: str) -> _Place:
+    batch, seqlen, heads, dim = shape
+    if layout == "dimfirst":
+        return _slice_of(shape, (0, 3, 1, 2))
+    if layout == "step":
+        place = _slice_of((batch, seqlen, heads, 2 * dim))
+        return place._replace(strides=(*place.strides[:3], 2))
+    if layout in _EXPANDED:
+        return _expanded(shape, *_EXPANDED[layout])
+    return _strided_place(shape, layout)
+
+
+def _dlse_place(shape: tuple[int, ...], layout: str) -> _Place:
+    if layout == "bsh":
+        return _slice_of(shape, (0, 2, 1))
+    return _expanded(shape, 0, 1, 2) if layout == "expand_all" else _slice_of(shape)
+
+
+def _expanded(shape: tuple[int, ...], *dims: int) -> _Place:
+    """Compact but for a stride of 0 in `dims`."""
+    place = _slice_of(tuple(min(1, n) if i in dims else n for i, n in enumerate(shape)))
+    return place._replace(strides=tuple(0 if i in dims else s for i, s in enumerate(place.strides)))
+
+
+def _slice_of(sizes: tuple[int, ...], order: tuple[int, ...] | None = None, offset: int = 0) -> _Place:
     """Strides of a compact tensor of `sizes` whose dimensions lie in memory in `order`, the last one fastest."""
-    strides, step = [0] * 4, 1
-    for dim in reversed(order):
+    strides, step = [0] * len(sizes), 1
+    for dim in reversed(order or range(len(sizes))):
         strides[dim] = step
         step *= max(sizes[dim], 1)
     return _Place(tuple(strides), offset, step + offset)
@@ -188,9 +241,29 @@ def draw(case: Case) -> tuple[Tensor, Tensor, Tensor]:
         return q, k, v.abs() + 0.5
     if case.values == "onehot":
         return *_one_hot(case, k, generator), v
-    if case.values != "normal":
+    if case.values not in ("normal", "gated"):
         return *_directed(case, q, k, generator), v
     return q, k, v
+
+
+def draw_gradients(case: Case) -> tuple[Tensor, Tensor]:
+    """Values of dout (like out) and dlse (batch, heads, seqlen_q) as float32 on the CPU, contiguous, not rounded."""
+    generator = Generator().manual_seed((case.seed + 1) * _GRADIENT_SEED % _SEEDS)
+    dout = torch.randn(case.shape("o"), generator=generator)
+    dlse = 4 * torch.randn(case.batch, case.heads, case.seqlen_q, generator=generator)
+    if case.values == "large":
+        dout = dout * 1e-3  # the gradients of k stay within float16
+    if case.values == "outlier":
+        dout[..., 3::16] *= 20
+    if case.values == "samesign":
+        dout = dout.abs() + 0.5
+    if case.values == "mixed":
+        factor = 10.0 ** ((torch.arange(case.batch) + 2) % 5 - 2)  # another order than that of v
+        dout = dout * factor[:, None, None, None]
+    if case.values == "gated":
+        gate = 10 ** (-4 * torch.rand(dout.shape[:3], generator=generator))
+        dout = dout * (gate * (torch.rand(gate.shape, generator=generator) > 0.2))[..., None]
+    return dout, dlse
 
 
 def _magnitude(case: Case) -> float:

@@ -1,9 +1,10 @@
 """Run a case: build its inputs, call the function, and check all that a call promises.
 
-Checked are values of out and lse against float64 (`testing.compare`), shapes and dtypes, that `out=` is what is
-returned, that nothing around it was written, that q, k, v and their surroundings are unchanged, and that repeated
-calls give the same bits. Memory that the call allocates with torch starts as NaN, like a given `out`. Called by
-`cli/verify.py` and `tests/`.
+Checked are values against float64 (out and lse by `testing.compare`, gradients by `testing.gradients`), shapes and
+dtypes, that `out=` is what is returned, that nothing around it was written, that the inputs, dout and dlse and their
+surroundings are unchanged, and that repeated calls give the same bits (gradients: with deterministic=True; otherwise
+every call's are compared with float64). Memory that the call allocates with torch starts as NaN, like a given `out`.
+Called by `cli/verify.py` and `tests/`.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,19 +17,23 @@ from torch import Tensor
 
 from flash_hopper.api import flash_attn_func
 from flash_hopper.testing.cases import Case
-from flash_hopper.testing.compare import Comparison, compare, expect
+from flash_hopper.testing.compare import Comparison, Target, compare, expect
+from flash_hopper.testing.gradients import expect_gradients
 from flash_hopper.testing.inputs import Inputs, make_inputs
 
 Attention = Callable[..., Any]
 """Something with the signature of `flash_hopper.flash_attn_func`."""
+
+Results = dict[str, Tensor]
+"""What a call gave: out, lse if it was returned, and dq, dk, dv as far as they were asked for."""
 
 
 @dataclass(frozen=True)
 class CaseResult:
     """Outcome of a case. `message` is one line, empty if it passed.
 
-    `worst_error` is the largest absolute error of out, `worst_ratio` the largest error of out or lse as a multiple
-    of what is allowed; both are infinite if no values could be compared.
+    `worst_error` is the largest absolute error of out or a gradient, `worst_ratio` the largest error of anything as a
+    multiple of what is allowed; both are infinite if no values could be compared.
     """
 
     case: Case
@@ -51,12 +56,13 @@ def run_case(
     makes the case fail with its text.
     """
     try:
-        out, lse = _checked_values(case, torch.device(device), function or flash_attn_func, repeat)
+        found = _checked(case, torch.device(device), function or flash_attn_func, repeat)
     except Exception as error:
         text = str(error) if isinstance(error, _Broken) else f"{type(error).__name__}: {error}"
         return CaseResult(case, False, " ".join(text.split()), torch.inf, torch.inf)
-    message = "; ".join(part.message for part in (out, lse) if not part.passed)
-    return CaseResult(case, not message, message, out.worst_error, max(out.worst_ratio, lse.worst_ratio))
+    message = "; ".join(part.message for part in found.values() if not part.passed)
+    worst_error = max(part.worst_error for name, part in found.items() if name != "lse")
+    return CaseResult(case, not message, message, worst_error, max(part.worst_ratio for part in found.values()))
 
 
 def lost_device(device: torch.device | str) -> str | None:
@@ -87,69 +93,97 @@ def nan_allocations() -> Iterator[None]:
         settings.fill_uninitialized_memory = filled
 
 
-def _checked_values(
-    case: Case, device: torch.device, function: Attention, repeat: int
-) -> tuple[Comparison, Comparison]:
+def _checked(case: Case, device: torch.device, function: Attention, repeat: int) -> dict[str, Comparison]:
+    """The comparison of each result, by name. Raises _Broken or whatever the function raises."""
     inputs = make_inputs(case, device)
     before = inputs.snapshot()
-    problem = case.problem()
-    expected = expect(inputs.q, inputs.k, inputs.v, softmax_scale=problem.softmax_scale, causal=case.causal)
-    out, lse = _call(case, inputs, function)
-    result = compare("out", out, expected.out, expected.out_allowed)
-    lse_result = Comparison(0.0, 0.0, "")
-    if lse is not None:
-        lse_result = compare("lse", lse, expected.lse, expected.lse_allowed)
-    del expected
-    bits = _bits(out), None if lse is None else _bits(lse)
+    first = _call(case, inputs, function)
+    expected = _expected(case, inputs, first["out"])
+    found = {name: compare(name, x, *expected[name]) for name, x in first.items()}
+    fixed = {name: _bits(x) for name, x in first.items() if case.deterministic or name in ("out", "lse")}
+    del first
     for count in range(2, repeat + 1):
         if case.give_out:
             inputs.refill_out()
-        again, lse_again = _call(case, inputs, function)
-        for name, first, later in (("out", bits[0], again), ("lse", bits[1], lse_again)):
-            if first is not None and later is not None and not torch.equal(first, _bits(later)):
-                raise _Broken(
-                    f"{name} of call {count} differs from that of call 1 in {_differing(first, later)} elements"
-                )
+        for name, again in _call(case, inputs, function).items():
+            if name not in fixed:
+                other = compare(name, again, *expected[name])
+                found[name] = max(found[name], other, key=lambda c: c.worst_ratio)
+            elif not torch.equal(fixed[name], _bits(again)):
+                differing = int((fixed[name] != _bits(again)).sum())
+                raise _Broken(f"{name} of call {count} differs from that of call 1 in {differing} elements")
     if case.give_out and not inputs.out_is_contained():
         raise _Broken("memory outside the view of out was written")
     changed = inputs.changed(before)
     if changed:
         raise _Broken(f"the memory of {changed} was changed")
-    return result, lse_result
+    return found
 
 
-def _call(case: Case, inputs: Inputs, function: Attention) -> tuple[Tensor, Tensor | None]:
-    """One call, finished, with everything but the values checked."""
-    given = {"out": inputs.out} if case.give_out else {}
+def _expected(case: Case, inputs: Inputs, out: Tensor) -> dict[str, Target]:
+    """What float64 gives for each result, with the error allowed; gradients for the out that was returned."""
+    options: dict[str, Any] = {"softmax_scale": case.problem().softmax_scale, "causal": case.causal}
+    right = expect(inputs.q, inputs.k, inputs.v, **options)
+    expected = {"out": Target(right.out, right.out_allowed), "lse": Target(right.lse, right.lse_allowed)}
+    if case.is_backward:
+        expected |= expect_gradients(inputs.q, inputs.k, inputs.v, out, inputs.dout, inputs.dlse, **options)
+    return expected
+
+
+def _call(case: Case, inputs: Inputs, function: Attention) -> Results:
+    """One call with its backward, if the case asks for it, finished, with everything but the values checked."""
+    q, k, v = (
+        x.detach().requires_grad_() if case.is_backward and name in case.grads else x
+        for name, x in zip("qkv", (inputs.q, inputs.k, inputs.v), strict=True)
+    )
+    given: dict[str, Any] = {"out": inputs.out} if case.give_out else {}
+    if case.deterministic:
+        given["deterministic"] = True
     with nan_allocations():
-        result = function(
-            inputs.q, inputs.k, inputs.v, case.scale, causal=case.causal, return_lse=case.return_lse, **given
-        )
-        if inputs.q.is_cuda:
-            torch.cuda.synchronize(inputs.q.device)
+        result = function(q, k, v, case.scale, causal=case.causal, return_lse=case.return_lse, **given)
+        results = _unpacked(case, result)
+        if case.is_backward:
+            results |= _gradients(case, inputs, results, {"q": q, "k": k, "v": v})
+        if q.is_cuda:
+            torch.cuda.synchronize(q.device)
+    results = {name: x.detach() for name, x in results.items()}
+    _check_alike(case, inputs, results)
+    return results
+
+
+def _unpacked(case: Case, result: Any) -> Results:
     if isinstance(result, tuple) != case.return_lse or (case.return_lse and len(result) != 2):
         raise _Broken(f"return_lse={case.return_lse} returned {type(result).__name__}")
-    out, lse = result if case.return_lse else (result, None)
-    _check_like("out", out, case.shape("o"), inputs.q.dtype, inputs.q.device)
-    if lse is not None:
-        wide = torch.float64 if inputs.q.dtype == torch.float64 else torch.float32
-        _check_like("lse", lse, (case.batch, case.heads, case.seqlen_q), wide, inputs.q.device)
+    return dict(zip(("out", "lse"), result, strict=True)) if case.return_lse else {"out": result}
+
+
+def _gradients(case: Case, inputs: Inputs, results: Results, operands: dict[str, Tensor]) -> Results:
+    """dq, dk, dv, as far as the case asks for them, from those of out and lse that it passes back."""
+    passed = [(results["out"], inputs.dout)] if inputs.dout is not None else []
+    passed += [(results["lse"], inputs.dlse)] if inputs.dlse is not None else []
+    found = torch.autograd.grad(
+        [x for x, _ in passed], [operands[name] for name in case.grads], [grad for _, grad in passed]
+    )
+    return {f"d{name}": grad for name, grad in zip(case.grads, found, strict=True)}
+
+
+def _check_alike(case: Case, inputs: Inputs, results: Results) -> None:
+    """Shapes, dtypes and devices of everything; out is the one that was given."""
+    dtype, device = inputs.q.dtype, inputs.q.device
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    shapes = {"out": case.shape("o"), "dq": case.shape("q"), "dk": case.shape("k"), "dv": case.shape("v")}
+    for name, x in results.items():
+        want: tuple[Any, ...] = shapes.get(name), dtype, device
+        if name == "lse":
+            want = (case.batch, case.heads, case.seqlen_q), wide, device
+        if (tuple(x.shape), x.dtype, x.device) != want:
+            raise _Broken(f"{name} is {(tuple(x.shape), x.dtype, x.device)}, expected {want}")
+    out = results["out"]
     if inputs.out is not None and (out.data_ptr() != inputs.out.data_ptr() or out.stride() != inputs.out.stride()):
         raise _Broken("what is returned is not the given out")
-    return out, lse
-
-
-def _check_like(name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-    got, want = (tuple(x.shape), x.dtype, x.device), (shape, dtype, device)
-    if got != want:
-        raise _Broken(f"{name} is {got}, expected {want}")
 
 
 def _bits(x: Tensor) -> Tensor:
     """A compact copy of x as integers, for comparisons in which NaN equals itself."""
     integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
     return x.clone(memory_format=torch.contiguous_format).view(integer)
-
-
-def _differing(first: Tensor, later: Tensor) -> int:
-    return int((first != _bits(later)).sum())
