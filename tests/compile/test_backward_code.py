@@ -1,0 +1,210 @@
+"""The backward kernels as compiled: every padded head dim with both masks on both routes, and head dims that differ.
+
+What the plans promise is looked up in the machine code: registers, no spills, the matrix instructions, TMA, bulk copies
+and bulk additions, the register hand-over, and the waits of programmatic launches. Shared memory is checked against the
+limit while a kernel is compiled (`budget.check_shared_memory`), and here from the plan.
+"""
+
+from itertools import product
+
+import pytest
+
+from flash_hopper.compile.presets import ALL_HEAD_DIMS
+from flash_hopper.kernels.backward_dkdv import storage as dkdv_storage
+from flash_hopper.kernels.backward_dq import storage as dq_storage
+from flash_hopper.plan.backward import (
+    BackwardDkdvPlan,
+    BackwardDqPlan,
+    BackwardRequest,
+    PostprocessPlan,
+    PreprocessPlan,
+    plan_backward,
+)
+from flash_hopper.plan.budget import SMEM_LIMIT_BYTES, SMEM_RESERVED_BYTES
+from flash_hopper.plan.roles import REGISTER_FILE, backward_dkdv_pipelines, backward_dq_pipelines, roles_of
+from flash_hopper.plan.tables.backward import DKDV_ROWS, DQ_ROWS, FUSED_ROWS
+from flash_hopper.problem.dtypes import DType
+from flash_hopper.testing.cases import case_of
+
+SAME = [(d, d) for d in ALL_HEAD_DIMS]
+# the corners, multi-head latent attention, and pairs that meet another row of a table than either head dim alone
+DIFFERENT = [(192, 128), (64, 128), (128, 64), (64, 256), (256, 64), (32, 256), (256, 32), (64, 224), (160, 192)]
+HALF = [(64, 64), (128, 128), (256, 256)]
+
+
+def backward_plans(dims, causal, *, dtype=DType.BF16, has_dlse=False):
+    """The plans of both routes."""
+    found = []
+    for is_deterministic in (False, True):
+        request = BackwardRequest(True, True, has_dlse, is_deterministic)
+        plans = plan_backward(case_of(dims, (1024, 1024), causal, dtype=dtype).problem(), request)
+        found += [plans.preprocess, plans.dkdv, plans.dq, plans.postprocess]
+    return [plan for plan in found if plan is not None]
+
+
+def every_plan():
+    found = [plan for dims, causal in product(SAME, (False, True)) for plan in backward_plans(dims, causal)]
+    found += [plan for dims in DIFFERENT for plan in backward_plans(dims, True)]
+    found += [plan for dims in HALF for plan in backward_plans(dims, True, dtype=DType.FP16)]
+    with_dlse = [plan for dims in SAME for plan in backward_plans(dims, False, has_dlse=True)]
+    found += [plan for plan in with_dlse if isinstance(plan, PreprocessPlan)]
+    return list(dict.fromkeys(found))
+
+
+PLANS = every_plan()
+DKDV, DQ, PRE, POST = (
+    [plan for plan in PLANS if isinstance(plan, kind)]
+    for kind in (BackwardDkdvPlan, BackwardDqPlan, PreprocessPlan, PostprocessPlan)
+)
+
+
+def each(plans):
+    return pytest.mark.parametrize("plan", plans, ids=lambda p: p.name)
+
+
+def test_the_plans_cover_every_head_dim_with_both_masks_and_every_row_of_the_tables():
+    for plans in (DKDV, DQ):
+        for causal in (False, True):
+            met = {
+                (p.tile_hdim, p.tile_hdimv) for p in plans if p.is_causal == causal and not getattr(p, "adds_dq", False)
+            }
+            assert set(SAME) <= met
+    assert set(DIFFERENT) <= {(p.tile_hdim, p.tile_hdimv) for p in DQ}
+    own = {(p.tile_m, p.tile_n, p.q_stages, p.do_stages) for p in DKDV if not p.adds_dq}
+    assert own == {(t.m, t.n, t.q_stages, t.do_stages) for *_, t in DKDV_ROWS}
+    fused = {(p.tile_m, p.tile_n, p.q_stages, p.do_stages) for p in DKDV if p.adds_dq}
+    assert fused == {(t.m, t.n, t.q_stages, t.do_stages) for *_, t in FUSED_ROWS}
+    tiles = {(p.tile_m, p.tile_n, p.k_stages, p.v_stages) for p in DQ}
+    assert tiles == {(t.m, t.n, t.k_stages, t.v_stages) for *_, full, causal in DQ_ROWS for t in (full, causal)}
+    assert {p.has_dlse for p in PRE} == {p.cleared_hdim > 0 for p in PRE} == {False, True}
+    assert {(p.tile_m, p.tile_hdim) for p in POST} == {(p.tile_m, p.tile_hdim) for p in DKDV if p.adds_dq}
+
+
+@each(PLANS)
+def test_nothing_is_spilled_and_ptxas_objects_to_nothing(plan, kernels):
+    report = kernels.report(plan)
+    assert report.ptxas.faults == []
+    assert report.count("LDL") == report.count("STL") == 0
+
+
+@each(PLANS)
+def test_the_kernel_waits_for_the_previous_one_and_releases_the_next(plan, kernels):
+    report = kernels.report(plan)
+    assert report.count("ACQBULK") >= 1 and report.count("PREEXIT") >= 1
+
+
+@each([*DKDV, *DQ])
+def test_the_launch_allocates_the_registers_that_the_roles_share_out(plan, kernels):
+    report = kernels.report(plan)
+    assert report.ptxas.registers == REGISTER_FILE // roles_of(plan).threads // 8 * 8
+    assert report.count("USETMAXREG.DEALLOC") == report.count("USETMAXREG.TRY_ALLOC") == 1
+
+
+@each([*DKDV, *DQ])
+def test_shared_memory_stays_below_the_limit_and_holds_every_stage(plan):
+    storage, pipelines = (
+        (dkdv_storage, backward_dkdv_pipelines)
+        if isinstance(plan, BackwardDkdvPlan)
+        else (dq_storage, backward_dq_pipelines)
+    )
+    size = storage.shared_struct(plan).size_in_bytes()
+    stages = sum(spec.stages * spec.tx_bytes for spec in pipelines(plan).values())
+    assert stages <= size <= SMEM_LIMIT_BYTES - SMEM_RESERVED_BYTES
+
+
+def products(report):
+    """(columns, where the first operand lies) of all warpgroup MMAs with their number; all are 64 rows, k = 16."""
+    found = {}
+    for op, count in report.instructions.items():
+        if op.startswith("HGMMA"):
+            shape, operand = op.split(".")[1], op.rsplit(".", 1)[1]
+            rows, columns, depth = map(int, shape.split("x"))
+            assert (rows, depth) == (64, 16), op
+            found[columns, operand] = found.get((columns, operand), 0) + count
+    return found
+
+
+def float32_sums(plan, report):
+    kind = "F32.BF16" if plan.dtype is DType.BF16 else "F32"
+    return report.count("HGMMA") == report.count(f"HGMMA.{kind}") > 0
+
+
+@each(DKDV)
+def test_the_products_of_the_key_parallel_kernel_are_whole_warpgroup_mmas(plan, kernels):
+    """S and dP from shared memory, dK and dV with the left operand in registers, dQ, if at all, from shared memory."""
+    report = kernels.report(plan)
+    assert float32_sums(plan, report)
+    found = products(report)
+    scores, dk, dv, dq = (plan.tile_m, "SS"), (plan.tile_hdim, "RS"), (plan.tile_hdimv, "RS"), (64, "SS")
+    assert set(found) == {scores, dk, dv} | ({dq} if plan.adds_dq else set())
+    depth = {
+        "s": plan.tile_hdim // 16,
+        "dp": plan.tile_hdimv // 16,
+        "grads": plan.tile_m // 16,
+        "dq": plan.tile_n // 16,
+    }
+    assert found[dk] % depth["grads"] == found[dv] % depth["grads"] == 0
+    from_shared = found[scores] + (found[dq] if plan.adds_dq and dq != scores else 0)
+    assert from_shared >= depth["s"] + depth["dp"] + (depth["dq"] if plan.adds_dq else 0)
+
+
+@each(DQ)
+def test_the_products_of_the_query_parallel_kernel_are_whole_warpgroup_mmas(plan, kernels):
+    report = kernels.report(plan)
+    assert float32_sums(plan, report)
+    found = products(report)
+    scores, dq = (plan.tile_n, "SS"), (plan.tile_hdim, "RS")
+    assert set(found) == {scores, dq}
+    assert found[scores] % ((plan.tile_hdim + plan.tile_hdimv) // 16) == 0
+    assert found[dq] % (plan.tile_n // 16) == 0
+
+
+@each(DKDV)
+def test_tiles_of_the_key_parallel_kernel_travel_by_tma_and_statistics_by_bulk_copies(plan, kernels):
+    report = kernels.report(plan)
+    assert report.count("UTMALDG.4D") == report.count("UTMALDG") >= 4
+    assert report.count("UTMASTG.4D") == report.count("UTMASTG") >= 2
+    assert report.count("UBLKCP") == 2  # LSE with Q, D with dO; one lane each, no loop over lanes
+    # a bulk addition for each warpgroup's piece of dQ
+    assert report.count("UBLKRED.ADD.F32") == report.count("UBLKRED") == (2 if plan.adds_dq else 0)
+    assert report.count("UTMAREDG") == 0
+
+
+@each(DQ)
+def test_tiles_of_the_query_parallel_kernel_travel_by_tma_and_nothing_is_added_in_memory(plan, kernels):
+    report = kernels.report(plan)
+    assert report.count("UTMALDG.4D") == report.count("UTMALDG") >= 4
+    assert report.count("UTMASTG.4D") == report.count("UTMASTG") >= 1
+    assert report.count("UBLKRED") == report.count("UTMAREDG") == report.count("RED") == 0
+
+
+@each([*DKDV, *DQ])
+def test_the_only_atomic_is_that_of_the_dynamic_scheduler(plan, kernels):
+    report = kernels.report(plan)
+    assert report.count("ATOMG") == (1 if plan.scheduler == "dynamic" else 0)
+    assert report.count("RED") == report.count("ATOM") == 0
+
+
+@each([*DKDV, *DQ])
+def test_each_probability_takes_one_exponential(plan, kernels):
+    report = kernels.report(plan)
+    columns = plan.tile_n if isinstance(plan, BackwardDqPlan) else plan.tile_m
+    # 64 x columns values a warpgroup; the code of a block may be there twice, for the first and for the others
+    assert report.count("MUFU.EX2") in (columns // 2, columns)
+
+
+@each(PRE)
+def test_preprocess_reads_and_clears_16_bytes_at_a_time_and_needs_no_matrix_instruction(plan, kernels):
+    report = kernels.report(plan)
+    assert report.count("LDG.128") >= 2  # out and dout
+    assert (report.count("STG.128") > 0) == (plan.cleared_hdim > 0)
+    assert report.count("HGMMA") == report.count("USETMAXREG") == report.count("UTMALDG") == 0
+    assert report.count("SHFL") > 0
+
+
+@each(POST)
+def test_postprocess_reads_16_bytes_at_a_time_and_stores_by_tma(plan, kernels):
+    report = kernels.report(plan)
+    assert report.count("LDG.128") >= 8  # 32 values a thread
+    assert report.count("UTMASTG.4D") == report.count("UTMASTG") == 1
+    assert report.count("HGMMA") == report.count("USETMAXREG") == report.count("UTMALDG") == 0
