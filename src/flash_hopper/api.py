@@ -57,8 +57,12 @@ def flash_attn_func(
 
     softmax_scale: finite, may be zero or negative; default head_dim ** -0.5. causal: query i sees keys 0 .. i +
     seqlen_k - seqlen_q (aligned bottom-right). A query that sees no key gives out = 0 and lse = -inf. sm_margin: leave
-    that many SMs to other work. out: where to write, (batch, seqlen_q, heads, head_dim_v). deterministic: the forward
-    always is.
+    that many SMs to other work. out: where to write, (batch, seqlen_q, heads, head_dim_v); not with inputs that require
+    grad. deterministic: gradients too are the same bits every time, as out and lse always are.
+
+    Differentiable once, through out and lse, in those of q, k and v that require grad. Under torch.autocast float32
+    tensors are cast to its dtype. torch.compile, torch.export and dispatch modes meet the call as the operator
+    `flash_hopper::forward`, whose gradient is `flash_hopper::backward`.
 
     Returns out, or (out, lse) with return_lse. Raises DTypeError, ArgumentError, DeviceError, UnsupportedError or
     MissingDependencyError before anything is allocated. Source: FlashAttention-3, sections 3 and 4 of the specification.
