@@ -1,6 +1,7 @@
 """The suites: what they cover, how large they are, and how many kernels they need."""
 
 from collections import defaultdict
+from itertools import product
 
 import pytest
 
@@ -219,16 +220,28 @@ def test_the_backward_meets_every_head_dim_ratio_layout_and_kind_of_values(backw
         assert {c.return_lse for c in chosen} == {c.deterministic for c in chosen} == {False, True}
 
 
+def test_grouped_and_equal_heads_meet_most_residues_of_the_key_parallel_tiles(planned):
+    """Their kernels may differ: the query heads of a key head are added up in registers or in memory."""
+    met = defaultdict(set)
+    for case, plan in planned:
+        if isinstance(plan, BackwardDkdvPlan):
+            key = plan.adds_dq, max(plan.tile_hdim, plan.tile_hdimv) > 64, case.heads > case.heads_k
+            met[key, plan.tile_m].add(case.seqlen_q % plan.tile_m)
+            met[key, -plan.tile_n].add(case.seqlen_k % plan.tile_n)
+    assert len(met) >= 2 * 6
+    for (key, size), residues in met.items():
+        assert len(residues) > abs(size) // 2, (key, size, len(residues))
+
+
 def test_harmful_values_meet_padded_keys_and_rows_on_both_routes_in_both_dtypes(planned):
     """All logits far below zero: a padded key that is not masked has a probability beyond the largest number."""
     met = set()
     for case, plan in planned:
         if isinstance(plan, BackwardDkdvPlan) and case.seqlen_k % plan.tile_n and case.seqlen_q % plan.tile_m:
-            met.add((case.values, plan.adds_dq, plan.dtype, case.causal))
-    for values in ("negative", "extreme", "samesign"):
-        for adds_dq in (False, True):
-            for dtype in (DType.BF16, DType.FP16):
-                assert {(values, adds_dq, dtype, causal) for causal in (False, True)} <= met
+            met.add((case.values, plan.adds_dq, plan.dtype, case.causal, case.heads > case.heads_k))
+    both = (False, True)
+    wanted = product(("negative", "extreme", "samesign"), both, (DType.BF16, DType.FP16), both, both)
+    assert set(wanted) <= met
 
 
 def test_the_backward_meets_scales_lengths_and_empty_sizes(backward):

@@ -62,7 +62,7 @@ def _residues() -> Iterator[Case]:
             lengths = _length(i, i // 3, rows), _length(13 * i + 3, i // 5, keys)
             is_half = (dims == 128 and i // 2 % 4 == 1) or (dims == 64 and i // 2 % 8 == 3)
             yield backward_case(
-                dims, lengths, causal, batch=1 + i % 2, heads=(2, 1 + i // 2 % 2),
+                dims, lengths, causal, batch=1 + i % 2, heads=(2, 1 + (i // 2 + i // 8) % 2),
                 dtype=FP16 if is_half else BF16, deterministic=deterministic, values=values[(i // 2 + i // 32) % 4],
             )  # fmt: skip
 
@@ -98,15 +98,15 @@ def _value_dims() -> Iterator[Case]:
     """v with its own head dim, smaller and larger."""
     pairs = (
         (192, 128), (64, 128), (128, 64), (256, 64), (64, 256), (40, 200),
-        (176, 120), (56, 104), (104, 40), (232, 48), (120, 112), (16, 24),
+        (176, 120), (56, 104), (104, 40), (232, 48), (120, 112), (48, 56),
     )  # fmt: skip
     for i, (dims, causal) in enumerate(itertools.product(pairs, _BOTH)):
         deterministic = max(dims) <= 128 and i % 4 < 2
         yield backward_case(dims, (77, 150), causal, batch=2, heads=(4, 2), deterministic=deterministic)
         yield backward_case(dims, (125, 333), causal, heads=(3, 3), deterministic=not deterministic)
-        yield backward_case(dims, (333, 125), causal, heads=(5, 1), dlse="bsh")
+        yield backward_case(dims, (250, 125), causal, heads=(5, 1), dlse="bsh")
     for dims in ((192, 128), (64, 256), (128, 64)):
-        for heads, lengths in itertools.product(((8, 1), (6, 2), (16, 16)), ((128, 128), (60, 700), (513, 129))):
+        for heads, lengths in itertools.product(((8, 1), (6, 2), (16, 16)), ((128, 128), (60, 700), (500, 129))):
             yield backward_case(dims, lengths, lengths[0] != 60, heads=heads)
 
 
@@ -149,8 +149,8 @@ def _douts() -> Iterator[Case]:
     """Each layout of the gradient of out."""
     for base, dout in itertools.product(_settings(), DOUTS):
         yield replace(base, dout=dout, dlse="bhs" if dout == "none" else "none")
-    for base, dout in itertools.product(_settings()[:2], ("bhsd", "dimslice", "misaligned", "expand_all", "none")):
-        yield replace(base, dout=dout, dtype=FP16, batch=1, heads=1, heads_k=1, dlse="expand_all")
+    for base, dout in itertools.product(_settings()[:2], ("bhsd", "dimslice", "misaligned", "expand_all", "step")):
+        yield replace(base, dout=dout, dtype=FP16, batch=1, heads=1, heads_k=1)
         yield replace(base, dout=dout, seqlen_q=1, causal=True, dlse="bsh")
 
 
@@ -179,7 +179,7 @@ def _values() -> Iterator[Case]:
         for j in (i, i + 1) if d == 128 else (i,):
             yield backward_case(
                 d, lengths[j % 3], causal, batch=3, heads=(4, 2), dtype=dtype, values=values,
-                deterministic=j // 2 % 2 == 0, dlse=("none", "bhs")[j // 3 % 2],
+                deterministic=j // 2 % 2 == 0, dlse=("none", "bhs")[j // 3 % 2 if dtype == BF16 else 0],
             )  # fmt: skip
     for (i, values), d in itertools.product(enumerate(VALUES), (64, 128)):
         yield backward_case(d, (100, 600), (i + d // 64) % 2 == 0, batch=2, values=values, scale=-(d**-0.5))
@@ -188,7 +188,9 @@ def _values() -> Iterator[Case]:
 def _scales() -> Iterator[Case]:
     """Softmax scales of any sign and size, also with values that are harmful by themselves."""
     scales = (0.0, -0.125, -1.0, 1e-4, 1.0, 20.0, -20.0, 1e-8)
-    for i, (scale, d, causal) in enumerate(itertools.product(scales, (64, 128, 192), _BOTH)):
+    for i, (scale, d, causal) in enumerate(itertools.product(scales, (64, 128, 256), _BOTH)):
+        if scale < 0 and d == 256:
+            continue  # a forward kernel of its own, and the backward kernels have none for the sign
         yield backward_case(d, (120, 333), causal, heads=(4, 1), scale=scale, deterministic=i % 2 == 0)
     for scale, values in itertools.product((0.0, -0.05, 0.3), ("extreme", "slopes", "outlier", "large")):
         yield backward_case(128, (90, 500), True, batch=2, scale=scale, values=values)
@@ -230,7 +232,8 @@ def _long() -> Iterator[Case]:
     for causal in _BOTH:
         yield backward_case(64, (4096, 4096), causal, heads=(2, 1), deterministic=causal)
         yield backward_case(64, (4000, 4000), causal, heads=(1, 1), deterministic=not causal, dlse="bhs")
-        yield backward_case(128, (4096, 4096), causal, heads=(1, 1), dtype=FP16)
+        yield backward_case(128, (2000, 4000), causal, heads=(2, 1), dtype=FP16)
+        yield backward_case(128, (4096, 4096), causal, heads=(1, 1))
         yield backward_case(128, (2048, 3000), causal, heads=(4, 1), deterministic=True)
         yield backward_case(128, (4000, 1000), causal, heads=(2, 1))
         yield backward_case(256, (1500, 4096), causal, heads=(2, 1))
@@ -249,7 +252,7 @@ def _mixtures() -> Iterator[Case]:
     while made < 60:
         heads_k = draw.choice((1, 1, 2, 3, 4))
         dtype = draw.choice((BF16, BF16, FP16))
-        layout, dlse = draw.choice(tuple(LAYOUTS)), draw.choice(tuple(DLSES))
+        layout, dlse = draw.choice(tuple(LAYOUTS)), draw.choice(tuple(DLSES)) if dtype == BF16 else "none"
         try:
             yield backward_case(
                 draw.choice((64, 128)) if dtype == FP16 else 8 * draw.randint(1, 32),

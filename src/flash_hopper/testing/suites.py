@@ -4,7 +4,7 @@ The grids are in `forward_cases` and `backward_cases`. Called by `cli/verify.py`
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from flash_hopper.compile.key import Plan
 from flash_hopper.plan.backward import BackwardRequest, plan_backward
@@ -50,13 +50,13 @@ def plan_of(case: Case) -> ForwardPlan | None:
 
 
 def backward_plans_of(case: Case) -> list[Plan]:
-    """The kernels of a case's backward in launch order; empty if it has none or there is nothing to compute."""
+    """The kernels of a case's backward; empty if it has none or there is nothing to compute."""
     problem = case.problem()
     if not case.is_backward or problem.has_no_output or problem.has_no_keys:
         return []
     request = BackwardRequest("q" in case.grads, case.grads != "q", case.dlse != "none", case.deterministic)
     plans = plan_backward(problem, request)
-    return [p for p in (plans.preprocess, plans.dkdv, plans.dq, plans.postprocess) if p is not None]
+    return [plan for field in fields(plans) if (plan := getattr(plans, field.name)) is not None]
 
 
 def plans_of(cases: Iterable[Case]) -> list[Plan]:
