@@ -3,6 +3,7 @@
 A call that goes through the operators (compiled, exported, checkpointed, ..) must give what the same call gives eagerly.
 """
 
+import dataclasses
 import io
 from functools import partial
 
@@ -18,6 +19,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import flash_hopper
 from flash_hopper import autograd, flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func
 from flash_hopper.kernels import backward_support
+from flash_hopper.launch import ops
+from flash_hopper.problem.attention import AttentionOptions
 from flash_hopper.problem.features import Feature
 from flash_hopper.reference import tiled
 
@@ -37,6 +40,8 @@ REFUSED = [
     ({"mask_mod": lambda *_: True}, "mask_mod"),
     ({"aux_tensors": [torch.zeros(1)]}, "aux_tensors"),
     ({"block_mask": 1}, "block_mask"),
+    ({"q_descale": torch.ones(1)}, "q_descale"),
+    ({"k_descale": torch.ones(1)}, "k_descale"),
     ({"v_descale": torch.ones(1)}, "v_descale"),
     ({"num_splits": 2}, "num_splits"),
     ({"batch_invariant": True}, "batch_invariant"),
@@ -367,6 +372,17 @@ def test_what_the_operators_cannot_say_is_refused_by_name(place, options, name):
             call(*inputs)
     with Calls(), pytest.raises(flash_hopper.UnsupportedError, match=name):
         flash_attn_func(*inputs, **options)
+
+
+def test_every_option_is_a_flag_of_the_operators_or_refused():
+    """An option that is added later must not be lost on the way through a graph."""
+    options = {field.name for field in dataclasses.fields(AttentionOptions)} - {"return_lse"}
+    refused = {name for given, _ in REFUSED for name in given}
+    assert options == refused | set(ops.FLAGS)
+    for operator in (FORWARD, BACKWARD):
+        arguments = [argument.name for argument in operator._schema.arguments]
+        first = arguments.index(ops.FLAGS[0])
+        assert tuple(arguments[first : first + len(ops.FLAGS)]) == ops.FLAGS
 
 
 def test_a_wrong_shape_is_named_when_compiled(place):

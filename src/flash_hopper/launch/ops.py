@@ -10,7 +10,7 @@ Gradients that are not asked for come back with no elements, since an operator r
 """
 
 from dataclasses import fields, replace
-from operator import attrgetter
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ _FLAGS_SCHEMA = (
     "float? softmax_scale=None, bool causal=False, bool? pack_gqa=None, bool deterministic=False, int sm_margin=0"
 )
 
-Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+InputGradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 library = torch.library.Library("flash_hopper", "FRAGMENT")
 library.define(f"forward(Tensor q, Tensor k, Tensor v, {_FLAGS_SCHEMA}) -> (Tensor out, Tensor lse)")
@@ -38,8 +38,6 @@ library.define(
     f"backward(Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_FLAGS_SCHEMA}, "
     "bool needs_dq=True, bool needs_dkdv=True) -> (Tensor dq, Tensor dk, Tensor dv)"
 )
-
-_as_tuple = attrgetter(*(field.name for field in fields(AttentionOptions)))
 
 
 def check_expressed(options: AttentionOptions) -> None:
@@ -71,6 +69,13 @@ def options_of(*flags: Any) -> AttentionOptions:
     return AttentionOptions(**dict(zip(FLAGS, flags, strict=False)), return_lse=True)
 
 
+@lru_cache(maxsize=1024)
+def _option_values(*flags: Any) -> tuple[Any, ...]:
+    """The same as the tuple of values by which calls are prepared."""
+    options = options_of(*flags)
+    return tuple(getattr(options, field.name) for field in fields(AttentionOptions))
+
+
 def checked_problem(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions) -> AttentionProblem:
     """The problem of tensors that may have no data and symbolic sizes; raises what the forward with data would raise.
 
@@ -92,7 +97,7 @@ def checked_problem(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: 
 
 
 def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *flags: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    out, lse = prepared_call(q, k, v, None, _as_tuple(options_of(*flags))).run(q, k, v, None)
+    out, lse = prepared_call(q, k, v, None, _option_values(*flags)).run(q, k, v, None)
     assert lse is not None, "prepared with return_lse"
     return out, lse
 
@@ -114,9 +119,9 @@ def _backward(
     out: torch.Tensor,
     lse: torch.Tensor,
     *rest: Any,
-) -> Three:
+) -> InputGradients:
     flags, needs_dq, needs_dkdv = _flags_and_needs(rest)
-    problem = prepared_call(q, k, v, None, _as_tuple(options_of(*flags))).problem
+    problem = prepared_call(q, k, v, None, _option_values(*flags)).problem
     _check_results(problem, dout, dlse, q, out, lse)
     found = gradients(q, k, v, out, lse, dout, dlse, problem, needs_dq, needs_dkdv)
     dq, dk, dv = (q.new_empty(0) if gradient is None else gradient.contiguous() for gradient in found)
@@ -132,7 +137,7 @@ def _backward_of_shapes(
     out: torch.Tensor,
     lse: torch.Tensor,
     *rest: Any,
-) -> Three:
+) -> InputGradients:
     flags, needs_dq, needs_dkdv = _flags_and_needs(rest)
     problem = checked_problem(q, k, v, options_of(*flags))
     _check_results(problem, dout, dlse, q, out, lse)
