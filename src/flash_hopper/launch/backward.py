@@ -36,6 +36,8 @@ class PreparedBackward:
     dkdv: Kernel | None
     dq: Kernel | None
     postprocess: Kernel | None
+    postprocess_dk: Kernel | None
+    postprocess_dv: Kernel | None
 
     def run(
         self,
@@ -67,16 +69,42 @@ class PreparedBackward:
         if self.dq is not None:
             section = heads_per_section(p.seqlen_k * _row_bytes(p), p.causal, p.heads, p.batch, p.qhead_per_kvhead)
             self.dq(q, k, v, dout, dq, statistics, self._counter(), p.softmax_scale, self.ctas, section)
-        if self.dkdv is not None:
-            section = heads_per_section(
-                p.seqlen_q * p.qhead_per_kvhead * _row_bytes(p), p.causal, p.heads_k, p.batch, 1
-            )
-            self.dkdv(
-                q, k, v, dout, dk, dv, statistics, accumulator, self._counter(), p.softmax_scale, self.ctas, section
-            )
+        if dk is not None and dv is not None:
+            self._run_dkdv(q, k, v, dout, dk, dv, statistics, accumulator)
         if self.postprocess is not None:
             self.postprocess(accumulator, dq, p.softmax_scale)
         return dq, dk, dv
+
+    def _run_dkdv(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        dout: torch.Tensor,
+        dk: torch.Tensor,
+        dv: torch.Tensor,
+        statistics: torch.Tensor,
+        accumulator: torch.Tensor | None,
+    ) -> None:
+        """The key-parallel kernel; dK and dV of grouped queries go through float32 accumulators if its plan says so."""
+        p, plan = self.problem, self.plans.dkdv
+        assert self.dkdv is not None and plan is not None, "dK and dV are asked for"
+        dk_target, dv_target = dk, dv
+        if plan.adds_dkdv:
+            keys = round_up(p.seqlen_k, plan.tile_n)
+            dk_target, dv_target = (
+                torch.zeros((p.batch, p.heads_k, keys * cols), dtype=torch.float32, device=q.device)
+                for cols in (plan.tile_hdim, plan.tile_hdimv)
+            )
+        heads, group = (p.heads, 1) if plan.adds_dkdv else (p.heads_k, p.qhead_per_kvhead)
+        section = heads_per_section(p.seqlen_q * group * _row_bytes(p), p.causal, heads, p.batch, 1)
+        self.dkdv(
+            q, k, v, dout, dk_target, dv_target, statistics, accumulator, self._counter(), p.softmax_scale, self.ctas,
+            section,
+        )  # fmt: skip
+        if self.postprocess_dk is not None and self.postprocess_dv is not None:
+            self.postprocess_dk(dk_target, dk, p.softmax_scale)
+            self.postprocess_dv(dv_target, dv, 1.0)
 
     def _workspace(self, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Statistics (2, batch, heads, rows) and, if dQ is added up, its accumulator; float32, linear in seqlen_q."""
@@ -117,4 +145,6 @@ def prepare_backward(problem: AttentionProblem, request: BackwardRequest, device
         dkdv=kernel(plans.dkdv),
         dq=kernel(plans.dq),
         postprocess=kernel(plans.postprocess),
+        postprocess_dk=kernel(plans.postprocess_dk),
+        postprocess_dv=kernel(plans.postprocess_dv),
     )

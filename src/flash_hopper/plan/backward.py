@@ -21,7 +21,8 @@ from flash_hopper.plan.tables.backward import (
 from flash_hopper.problem.attention import AttentionProblem
 from flash_hopper.problem.dtypes import DType
 
-DQ_PIECE = 64 * 64  # dQ is added up in pieces of 64 x 64 float32 values
+PIECE_COLS = 64
+DQ_PIECE = 64 * PIECE_COLS  # dQ is added up in pieces of 64 x 64 float32 values
 STATISTICS_ROWS = 16  # rows of the statistics are padded to a multiple of this and of the key-parallel kernel's tile_m
 
 
@@ -85,7 +86,8 @@ class BackwardDkdvPlan:
     With `splits_roles` there are two warpgroups on the same 64 keys: one makes P and dV, the other dP, dS and dK.
     Otherwise each warpgroup owns 64 keys and does everything for them; `is_deferred` issues a block's dV and dK together
     with the next block's S and dP, for which registers must suffice and three stages are needed. `adds_dq` also computes
-    dQ and adds it to a float32 accumulator in memory, in any order (not deterministic).
+    dQ and adds it to a float32 accumulator in memory, in any order (not deterministic); `adds_dkdv` does so with dK and
+    dV of each query head, which share a key head.
     """
 
     dtype: DType
@@ -98,6 +100,7 @@ class BackwardDkdvPlan:
     splits_roles: bool
     is_deferred: bool
     adds_dq: bool
+    adds_dkdv: bool
     scheduler: Literal["static", "dynamic"]
     is_causal: bool
 
@@ -114,7 +117,17 @@ class BackwardDkdvPlan:
         return (
             f"backward_dkdv_{self.dtype}_d{self.tile_hdim}_dv{self.tile_hdimv}_{self.tile_m}x{self.tile_n}"
             f"_q{self.q_stages}do{self.do_stages}_{'causal' if self.is_causal else 'full'}_{self.scheduler}"
-            + ("_split" if self.splits_roles else "_deferred" if self.is_deferred else "_dq" if self.adds_dq else "")
+            + (
+                "_split"
+                if self.splits_roles
+                else "_deferred"
+                if self.is_deferred
+                else "_dqkv"
+                if self.adds_dkdv
+                else "_dq"
+                if self.adds_dq
+                else ""
+            )
         )
 
 
@@ -138,13 +151,16 @@ class PostprocessPlan:
 class BackwardPlans:
     """The kernels of one backward call, in launch order; None for those that it does not need.
 
-    Either `dkdv` also adds up dQ, which `postprocess` converts, or `dq` computes it.
+    Either `dkdv` also adds up dQ, which `postprocess` converts, or `dq` computes it. `postprocess_dk` and `postprocess_dv`
+    convert dK and dV where several query heads add to them.
     """
 
     preprocess: PreprocessPlan
     dkdv: BackwardDkdvPlan | None
     dq: BackwardDqPlan | None
     postprocess: PostprocessPlan | None
+    postprocess_dk: PostprocessPlan | None = None
+    postprocess_dv: PostprocessPlan | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,15 +180,20 @@ def plan_backward(problem: AttentionProblem, request: BackwardRequest) -> Backwa
     fused = choose_fused_tile(hdim, hdimv)
     if fused is not None and request.needs_dq and request.needs_dkdv and not request.is_deterministic:
         hdim = 2 * DQ_PIECE // fused.m  # two pieces of dQ a query block, one a warpgroup
+        is_grouped = problem.qhead_per_kvhead > 1
+        if is_grouped:
+            hdimv = round_up(hdimv, PIECE_COLS)
         return BackwardPlans(
             PreprocessPlan(problem.dtype, threads_per_row, request.has_dlse, hdim),
-            _dkdv_plan(problem, fused, hdim, hdimv, adds_dq=True),
+            _dkdv_plan(problem, fused, hdim, hdimv, adds_dq=True, adds_dkdv=is_grouped),
             None,
             PostprocessPlan(problem.dtype, fused.m, hdim),
+            PostprocessPlan(problem.dtype, 2 * DQ_PIECE // hdim, hdim) if is_grouped else None,
+            PostprocessPlan(problem.dtype, 2 * DQ_PIECE // hdimv, hdimv) if is_grouped else None,
         )
     return BackwardPlans(
         PreprocessPlan(problem.dtype, threads_per_row, request.has_dlse, 0),
-        _dkdv_plan(problem, choose_dkdv_tile(hdim, hdimv), hdim, hdimv, adds_dq=False) if request.needs_dkdv else None,
+        _dkdv_plan(problem, choose_dkdv_tile(hdim, hdimv), hdim, hdimv) if request.needs_dkdv else None,
         _dq_plan(problem, choose_dq_tile(hdim, hdimv, problem.causal), hdim, hdimv) if request.needs_dq else None,
         None,
     )
@@ -182,7 +203,9 @@ def _scheduler(problem: AttentionProblem) -> Literal["static", "dynamic"]:
     return "dynamic" if problem.causal else "static"
 
 
-def _dkdv_plan(problem: AttentionProblem, tile: DkdvTile, hdim: int, hdimv: int, adds_dq: bool) -> BackwardDkdvPlan:
+def _dkdv_plan(
+    problem: AttentionProblem, tile: DkdvTile, hdim: int, hdimv: int, adds_dq: bool = False, adds_dkdv: bool = False
+) -> BackwardDkdvPlan:
     return BackwardDkdvPlan(
         dtype=problem.dtype,
         tile_hdim=hdim,
@@ -194,6 +217,7 @@ def _dkdv_plan(problem: AttentionProblem, tile: DkdvTile, hdim: int, hdimv: int,
         splits_roles=tile.splits_roles,
         is_deferred=tile.is_deferred,
         adds_dq=adds_dq,
+        adds_dkdv=adds_dkdv,
         scheduler=_scheduler(problem),
         is_causal=problem.causal,
     )

@@ -13,10 +13,10 @@ class DkdvArgs(NamedTuple):
     mK: cute.Tensor  # (seqlen_k, head_dim, heads_k, batch)
     mV: cute.Tensor  # (seqlen_k, head_dim_v, heads_k, batch)
     mdO: cute.Tensor  # (seqlen_q, head_dim_v, heads, batch)
-    mdK: cute.Tensor  # (seqlen_k, head_dim, heads_k, batch)
-    mdV: cute.Tensor  # (seqlen_k, head_dim_v, heads_k, batch)
+    mdK: cute.Tensor  # (seqlen_k, head_dim, heads_k, batch), or like mAccumulator over heads_k
+    mdV: cute.Tensor  # (seqlen_k, head_dim_v, heads_k, batch), or like mAccumulator over heads_k
     mStatistics: cute.Tensor  # (2, batch, heads, rows) float32: LSE in base 2, D
-    mAccumulator: cute.Tensor | None  # (4096, batch, heads, query blocks, warpgroup) float32, if dQ is added up
+    mAccumulator: cute.Tensor | None  # (4096, batch, heads, piece) float32, if dQ is added up
     tile_counter: cute.Tensor | None  # (1,) int32, dynamic scheduler only
     scale: Float32
     scale_log2: Float32
@@ -32,8 +32,8 @@ class DkdvAtoms(NamedTuple):
     tma_do: cute.CopyAtom
     tma_k: cute.CopyAtom
     tma_v: cute.CopyAtom
-    tma_dk: cute.CopyAtom
-    tma_dv: cute.CopyAtom
+    tma_dk: cute.CopyAtom | None  # None if dK and dV are added up
+    tma_dv: cute.CopyAtom | None
     mma_s: cute.TiledMma  # 64 x tile_m: K Q^T and V dO^T, both from shared memory
     mma_dk: cute.TiledMma  # 64 x tile_hdim: dS^T Q, dS^T from registers
     mma_dv: cute.TiledMma  # 64 x tile_hdimv: P^T dO, P^T from registers

@@ -27,7 +27,7 @@ from flash_hopper.kernels.backward_dkdv.fragments import (
     issue_s,
     score_side,
 )
-from flash_hopper.kernels.backward_dkdv.schedule import query_schedule
+from flash_hopper.kernels.backward_dkdv.schedule import query_heads, query_schedule
 from flash_hopper.kernels.backward_dkdv.storage import WG_KEYS
 from flash_hopper.plan.backward import BackwardDkdvPlan
 from flash_hopper.plan.roles import TILE_SLOTS
@@ -103,7 +103,7 @@ class Consumer:
         plan = self.plan
         view = key_view(plan, args, coord, wg, thread)
         order = query_schedule(plan, args, coord)
-        total = order.count * (args.mQ.shape[2] // args.mK.shape[2])  # all query heads of the key head
+        total = order.count * query_heads(plan, args)
         scores.acc_dV.fill(0.0)
         grads.acc_dK.fill(0.0)
         m_block = order.first

@@ -5,11 +5,17 @@ and says that it is empty once the copy engine has read it. The order of additio
 """
 
 from flash_hopper.device.barriers import mail_arrive, mail_wait
-from flash_hopper.device.dsl import Int32, cute, cutlass
+from flash_hopper.device.dsl import Int32, const_expr, cute, cutlass
 from flash_hopper.device.pipelines import consumer_state
 from flash_hopper.device.ptx import bulk_reduce_add_f32
+from flash_hopper.geometry.tiles import TileCoord
 from flash_hopper.kernels.backward_dkdv.args import DkdvArgs, Pipelines, SharedTensors
-from flash_hopper.kernels.backward_dkdv.schedule import query_schedule
+from flash_hopper.kernels.backward_dkdv.schedule import (
+    first_query_head,
+    key_head,
+    query_heads,
+    query_schedule,
+)
 from flash_hopper.plan.backward import DQ_PIECE, BackwardDkdvPlan
 from flash_hopper.plan.roles import TILE_SLOTS
 
@@ -26,23 +32,36 @@ class DqWriter:
         tile_state = consumer_state(TILE_SLOTS)
         coord = pipes.tiles.read(tile_state)
         tile_state.advance()
-        group = args.mQ.shape[2] // args.mK.shape[2]
         while coord.block >= 0:
             order = query_schedule(self.plan, args, coord)
-            for i in cutlass.range(group, unroll=1):
-                head = coord.head * group + i
+            for i in cutlass.range(query_heads(self.plan, args), unroll=1):
+                head = first_query_head(self.plan, args, coord) + i
                 m_block = order.first
                 for _ in cutlass.range(order.count, unroll=1):
                     for wg in cutlass.range_constexpr(2):
-                        mail_wait(Int32(wg), is_full=True)
-                        piece = args.mAccumulator[None, coord.batch, head, m_block, wg]
-                        with cute.arch.elect_one():
-                            bulk_reduce_add_f32(piece.iterator, shared.sdQ[None, None, None, wg].iterator, DQ_PIECE * 4)
-                            cute.arch.cp_async_bulk_commit_group()
-                            cute.arch.cp_async_bulk_wait_group(0, read=True)
-                        mail_arrive(Int32(wg), is_full=False)
+                        self.add(args.mAccumulator[None, coord.batch, head, m_block * 2 + wg], shared, wg)
                     m_block = order.after(m_block)
+            if const_expr(self.plan.adds_dkdv):
+                self.add_keys(args, shared, coord, args.mdV, self.plan.tile_hdimv)
+                self.add_keys(args, shared, coord, args.mdK, self.plan.tile_hdim)
             coord = pipes.tiles.read(tile_state)
             tile_state.advance()
         with cute.arch.elect_one():
             cute.arch.cp_async_bulk_wait_group(0)  # added, before the CTA ends
+
+    @cute.jit
+    def add_keys(self, args: DkdvArgs, shared: SharedTensors, coord: TileCoord, m: cute.Tensor, cols: int) -> None:
+        """dK or dV of the tile, 64 columns at a time, in the order in which the consumers mail them."""
+        head = key_head(self.plan, args, coord)
+        for col in cutlass.range_constexpr(cols // 64):
+            for wg in cutlass.range_constexpr(2):
+                self.add(m[None, coord.batch, head, (coord.block * 2 + wg) * (cols // 64) + col], shared, wg)
+
+    def add(self, piece: cute.Tensor, shared: SharedTensors, wg: int) -> None:
+        """A warpgroup's mailbox, once it is full, to 4096 values in memory; then it is empty."""
+        mail_wait(Int32(wg), is_full=True)
+        with cute.arch.elect_one():
+            bulk_reduce_add_f32(piece.iterator, shared.sdQ[None, None, None, wg].iterator, DQ_PIECE * 4)
+            cute.arch.cp_async_bulk_commit_group()
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        mail_arrive(Int32(wg), is_full=False)

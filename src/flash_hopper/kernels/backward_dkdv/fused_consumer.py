@@ -30,7 +30,7 @@ from flash_hopper.kernels.backward_dkdv.fragments import (
     issue_s,
     score_side,
 )
-from flash_hopper.kernels.backward_dkdv.schedule import query_schedule
+from flash_hopper.kernels.backward_dkdv.schedule import query_heads, query_schedule
 from flash_hopper.plan.backward import BackwardDkdvPlan
 from flash_hopper.plan.roles import TILE_SLOTS
 
@@ -46,7 +46,7 @@ class FusedConsumer:
     @cute.jit
     def run(self, resources: Resources, wg: Int32, thread: Int32) -> None:
         """All tiles that the producer posts."""
-        args, atoms, shared, pipes = resources
+        _, atoms, shared, pipes = resources
         plan = self.plan
         scores, grads = score_side(plan, atoms, shared, wg), grad_side(plan, atoms, shared, wg)
         dq = dq_side(plan, atoms, shared, wg)
@@ -59,16 +59,38 @@ class FusedConsumer:
             at = self.tile(resources, scores, grads, dq, coord, at, wg, thread)
             pipes.keys.consumer_release(keys_state)  # the next tile's keys load during this epilogue
             keys_state.advance()
-            mail_wait(wg, is_full=False)  # dV is staged in the mailbox; the next tile's first piece need not wait
-            self.epilogue.stage(scores.acc_dV, atoms.mma_dv, Float32(1.0), shared.sdV[None, None, wg], wg, thread)
-            self.epilogue.store(atoms.tma_dv, args.mdV, shared.sdV[None, None, wg], plan.tile_hdimv, coord, wg, thread)
-            all_consumers_sync(2)  # both warpgroups have finished their wgmmas on dS, where dK is staged
-            self.epilogue.stage(grads.acc_dK, atoms.mma_dk, args.scale, shared.sdK[None, None, wg], wg, thread)
-            self.epilogue.store(atoms.tma_dk, args.mdK, shared.sdK[None, None, wg], plan.tile_hdim, coord, wg, thread)
-            self.epilogue.wait_stored(thread)
-            all_consumers_sync(2)  # the stores of both warpgroups have read dS's and the mailboxes' memory
+            if const_expr(plan.adds_dkdv):
+                self.mail_keys(shared, scores.acc_dV, plan.tile_hdimv, wg, thread)
+                self.mail_keys(shared, grads.acc_dK, plan.tile_hdim, wg, thread)
+                mail_wait(wg, is_full=False)  # the mailbox is this warpgroup's at a tile's start
+                all_consumers_sync(2)  # both warpgroups have finished their wgmmas on dS
+            else:
+                self.store_keys(resources, scores, grads, coord, wg, thread)
             coord = pipes.tiles.read(tile_state)
             tile_state.advance()
+
+    @cute.jit
+    def store_keys(
+        self, resources: Resources, scores: ScoreSide, grads: GradSide, coord: TileCoord, wg: Int32, thread: Int32
+    ) -> None:
+        """dV and dK by TMA, through memory that is idle between tiles, so that K's and V's is free already."""
+        args, atoms, shared, _ = resources
+        plan = self.plan
+        mail_wait(wg, is_full=False)  # dV is staged in the mailbox; the next tile's first piece need not wait
+        self.epilogue.stage(scores.acc_dV, atoms.mma_dv, Float32(1.0), shared.sdV[None, None, wg], wg, thread)
+        self.epilogue.store(atoms.tma_dv, args.mdV, shared.sdV[None, None, wg], plan.tile_hdimv, coord, wg, thread)
+        all_consumers_sync(2)  # both warpgroups have finished their wgmmas on dS, where dK is staged
+        self.epilogue.stage(grads.acc_dK, atoms.mma_dk, args.scale, shared.sdK[None, None, wg], wg, thread)
+        self.epilogue.store(atoms.tma_dk, args.mdK, shared.sdK[None, None, wg], plan.tile_hdim, coord, wg, thread)
+        self.epilogue.wait_stored(thread)
+        all_consumers_sync(2)  # the stores of both warpgroups have read dS's and the mailboxes' memory
+
+    @cute.jit
+    def mail_keys(self, shared: SharedTensors, acc: cute.Tensor, cols: int, wg: Int32, thread: Int32) -> None:
+        """dV or dK to the writer, 64 columns at a time: 32 registers in a row."""
+        for col in cutlass.range_constexpr(cols // 64):
+            mail_wait(wg, is_full=False)
+            self.mail(shared, cute.make_tensor(acc.iterator + 32 * col, cute.make_layout(32)), wg, thread)
 
     @cute.jit
     def tile(
@@ -79,7 +101,7 @@ class FusedConsumer:
         args, atoms, _, pipes = resources
         view = key_view(self.plan, args, coord, wg, thread)
         order = query_schedule(self.plan, args, coord)
-        total = order.count * (args.mQ.shape[2] // args.mK.shape[2])  # all query heads of the key head
+        total = order.count * query_heads(self.plan, args)
         scores.acc_dV.fill(0.0)
         grads.acc_dK.fill(0.0)
         if const_expr(self.is_ahead):
@@ -161,7 +183,11 @@ class FusedConsumer:
         """This warpgroup's piece of dQ to the dQ writer; at a tile's start the mailbox is this warpgroup's."""
         if i > 0:
             mail_wait(wg, is_full=False)
-        registers = cute.make_tensor(dq.acc_dQ.iterator, cute.make_layout((4, cute.size(dq.acc_dQ) // 4)))
+        self.mail(shared, dq.acc_dQ, wg, thread)
+
+    def mail(self, shared: SharedTensors, acc: cute.Tensor, wg: Int32, thread: Int32) -> None:
+        """32 registers a thread into this warpgroup's mailbox, which is empty, for the writer."""
+        registers = cute.make_tensor(acc.iterator, cute.make_layout((4, cute.size(acc) // 4)))
         cute.autovec_copy(registers, shared.sdQ[None, None, thread, wg])
         cute.arch.fence_proxy("async.shared", space="cta")  # these writes, before the bulk reduction reads them
         mail_arrive(wg, is_full=True)

@@ -45,8 +45,8 @@ LOG2_E = math.log2(math.e)
 class BackwardDkdvKernel:
     """dV = P^T dO and dK = scale * dS^T Q, one persistent CTA per SM, one tile of keys at a time.
 
-    A tile visits every query head of its key head, so dK and dV are complete in registers (grouped queries need no
-    accumulation in memory). Scores are computed transposed, so that P^T and dS^T are register operands.
+    A tile visits every query head of its key head, so dK and dV are complete in registers; or, with `adds_dkdv`, one
+    query head, and dK and dV are added up in memory as dQ is (grouped queries: more tiles, and their data stays in L2). Scores are computed transposed, so that P^T and dS^T are register operands.
 
     | pipeline | stages | filled by | bytes a stage | freed by |
     |---|---|---|---|---|
@@ -55,7 +55,7 @@ class BackwardDkdvKernel:
     | q | plan.q_stages | TMA, Q and LSE | tile_m x (tile_hdim + 4 bytes) | 1 a consumer warp, when S and dK are done |
     | do | plan.do_stages | TMA, dO and D | tile_m x (tile_hdimv + 4 bytes) | 1 a consumer warp, when dP and dV are done |
 
-    Producer, per tile: post its coordinates, ask for the next tile, load K and V; per query head and block: Q, dO.
+    Producer, per tile: post its coordinates, load K and V; per query head and block: Q, dO; ask for the next tile.
     Consumers: `consumer.py`; `split_consumer.py` for head dims above 128; `fused_consumer.py` if dQ is added up here as
     well, then with `dq_writer.py` in warp 1 of the producer's warpgroup.
     """
@@ -87,21 +87,25 @@ class BackwardDkdvKernel:
     ):
         """Launch. q: (batch, seqlen_q, heads, head_dim); k, dk, v, dv: (batch, seqlen_k, heads_k, ...); dout: (batch,
         seqlen_q, heads, head_dim_v); statistics: (2, batch, heads, rows), rows a multiple of plan.tile_m;
-        accumulator: (batch, heads, rows * plan.tile_hdim) float32, zero, if plan.adds_dq."""
+        accumulator: (batch, heads, rows * plan.tile_hdim) float32, zero, if plan.adds_dq. If plan.adds_dkdv, dk and dv
+        are accumulators, too: (batch, heads_k, n_blocks * tile_n * head dim of the plan) float32, zero."""
         plan = self.plan
-        mQ, mK, mV, mdO, mdK, mdV = (seqlen_major(t) for t in (q, k, v, dout, dk, dv))
+        mQ, mK, mV, mdO = (seqlen_major(t) for t in (q, k, v, dout))
         tiles = tile_layouts(plan)
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         tma_q, mQ_tma = cpasync.make_tiled_tma_atom(load, mQ, tiles.q, (plan.tile_m, plan.tile_hdim))
         tma_do, mdO_tma = cpasync.make_tiled_tma_atom(load, mdO, tiles.do, (plan.tile_m, plan.tile_hdimv))
         tma_k, mK_tma = cpasync.make_tiled_tma_atom(load, mK, tiles.k, (WG_KEYS, plan.tile_hdim))
         tma_v, mV_tma = cpasync.make_tiled_tma_atom(load, mV, tiles.v, (WG_KEYS, plan.tile_hdimv))
-        tma_dk, mdK_tma = cpasync.make_tiled_tma_atom(store, mdK, tiles.k, (WG_KEYS, plan.tile_hdim))
-        tma_dv, mdV_tma = cpasync.make_tiled_tma_atom(store, mdV, tiles.v, (WG_KEYS, plan.tile_hdimv))
+        if const_expr(plan.adds_dkdv):
+            (tma_dk, mdK), (tma_dv, mdV) = (None, self.by_piece(dk)), (None, self.by_piece(dv))
+        else:
+            tma_dk, mdK = cpasync.make_tiled_tma_atom(store, seqlen_major(dk), tiles.k, (WG_KEYS, plan.tile_hdim))
+            tma_dv, mdV = cpasync.make_tiled_tma_atom(store, seqlen_major(dv), tiles.v, (WG_KEYS, plan.tile_hdimv))
         n_blocks = ceil_div(mK.shape[0], plan.tile_n)
-        total = n_blocks * mK.shape[2] * mK.shape[3]
+        total = n_blocks * (mQ if plan.adds_dkdv else mK).shape[2] * mK.shape[3]
         args = DkdvArgs(
-            mQ_tma, mK_tma, mV_tma, mdO_tma, mdK_tma, mdV_tma, statistics, self.by_piece(accumulator), tile_counter, scale,
+            mQ_tma, mK_tma, mV_tma, mdO_tma, mdK, mdV, statistics, self.by_piece(accumulator), tile_counter, scale,
             scale * Float32(LOG2_E), n_blocks, total, heads_per_section,
         )  # fmt: skip
         atoms = DkdvAtoms(tma_q, tma_do, tma_k, tma_v, tma_dk, tma_dv, *self.tiled_mmas())
@@ -115,12 +119,11 @@ class BackwardDkdvKernel:
         )
 
     def by_piece(self, accumulator: cute.Tensor | None) -> cute.Tensor | None:
-        """(batch, heads, values) as (piece of 4096, batch, heads, query block, warpgroup)."""
+        """(batch, heads, values) as (4096, batch, heads, piece)."""
         if accumulator is None:
             return None
-        pieces = cute.logical_divide(accumulator, (None, None, DQ_PIECE * 2))  # (b, h, (2 pieces, query block))
-        pieces = cute.logical_divide(pieces, (None, None, (DQ_PIECE, None)))
-        return cute.make_tensor(pieces.iterator, cute.select(cute.flatten(pieces.layout), mode=[2, 0, 1, 4, 3]))
+        pieces = cute.logical_divide(accumulator, (None, None, DQ_PIECE))  # (batch, heads, (4096, piece))
+        return cute.make_tensor(pieces.iterator, cute.select(cute.flatten(pieces.layout), mode=[2, 0, 1, 3]))
 
     def tiled_mmas(self) -> tuple[cute.TiledMma, ...]:
         """S and dP with both operands from shared memory; dK and dV with the left one from registers; dQ from shared
@@ -144,7 +147,7 @@ class BackwardDkdvKernel:
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
-            for descriptor in (atoms.tma_q, atoms.tma_do, atoms.tma_k, atoms.tma_v, atoms.tma_dk, atoms.tma_dv):
+            for descriptor in (atoms.tma_q, atoms.tma_do, atoms.tma_k, atoms.tma_v):
                 cpasync.prefetch_descriptor(descriptor)
         storage, shared = allocate(plan, self.shared_struct, tiles)
         pipes = self.pipelines(storage, tiles)
@@ -194,23 +197,23 @@ def placeholder_arguments(plan: BackwardDkdvPlan) -> tuple[Any, ...]:
         strides = (*(cute.sym_int64(divisibility=8) for _ in range(3)), 1)
         return make_fake_tensor(dtype, shape, strides, assumed_align=16)
 
+    def accumulator(heads: Any) -> Any:
+        values, strides = (
+            cute.sym_int32(divisibility=DQ_PIECE),
+            [cute.sym_int64(divisibility=DQ_PIECE) for _ in range(2)],
+        )
+        return make_fake_tensor(Float32, (batch, heads, values), (*strides, 1), assumed_align=16)
+
     statistics_strides = (*(cute.sym_int64(divisibility=STATISTICS_ROWS) for _ in range(3)), 1)
     return (
         tensor(batch, seqlen_q, heads, hdim),
         tensor(batch, seqlen_k, heads_k, hdim),
         tensor(batch, seqlen_k, heads_k, hdimv),
         tensor(batch, seqlen_q, heads, hdimv),
-        tensor(batch, seqlen_k, heads_k, hdim),
-        tensor(batch, seqlen_k, heads_k, hdimv),
+        accumulator(heads_k) if plan.adds_dkdv else tensor(batch, seqlen_k, heads_k, hdim),
+        accumulator(heads_k) if plan.adds_dkdv else tensor(batch, seqlen_k, heads_k, hdimv),
         make_fake_tensor(Float32, (2, batch, heads, rows), statistics_strides, assumed_align=16),
-        make_fake_tensor(
-            Float32,
-            (batch, heads, cute.sym_int32(divisibility=2 * DQ_PIECE)),
-            (cute.sym_int64(divisibility=2 * DQ_PIECE), cute.sym_int64(divisibility=2 * DQ_PIECE), 1),
-            assumed_align=16,
-        )
-        if plan.adds_dq
-        else None,
+        accumulator(heads) if plan.adds_dq else None,
         make_fake_tensor(Int32, (1,), (1,), assumed_align=4) if plan.scheduler == "dynamic" else None,
         Float32(1.0),
         Int32(1),

@@ -5,11 +5,11 @@ Per tile K and V once; then, for every query head of the key head and every quer
 
 from typing import Any
 
-from flash_hopper.device.dsl import Float32, Int32, cpasync, cute, cutlass
+from flash_hopper.device.dsl import Float32, Int32, const_expr, cpasync, cute, cutlass
 from flash_hopper.device.pipelines import load, partition, producer_state
 from flash_hopper.geometry.tiles import TileCoord, tile_coord
 from flash_hopper.kernels.backward_dkdv.args import DkdvArgs, DkdvAtoms, Pipelines, SharedTensors
-from flash_hopper.kernels.backward_dkdv.schedule import query_schedule
+from flash_hopper.kernels.backward_dkdv.schedule import first_query_head, key_head, query_heads, query_schedule
 from flash_hopper.kernels.backward_dkdv.storage import WG_KEYS
 from flash_hopper.plan.backward import BackwardDkdvPlan
 from flash_hopper.plan.roles import TILE_SLOTS
@@ -27,32 +27,37 @@ class Producer:
         plan = self.plan
         keys_state, tile_state = producer_state(1), producer_state(TILE_SLOTS)
         q_state, do_state = producer_state(plan.q_stages), producer_state(plan.do_stages)
-        heads_k, batch = cute.size(args.mK, mode=[2]), cute.size(args.mK, mode=[3])
-        group = cute.size(args.mQ, mode=[2]) // heads_k
+        heads = cute.size(args.mQ if plan.adds_dkdv else args.mK, mode=[2])
+        batch = cute.size(args.mK, mode=[3])
         tile = scheduler.first()
         while tile < args.tiles:
-            coord = tile_coord(tile, args.n_blocks, heads_k, batch, args.heads_per_section, is_descending=False)
+            coord = tile_coord(tile, args.n_blocks, heads, batch, args.heads_per_section, is_descending=False)
             pipes.tiles.post(tile_state, coord)
             tile_state.advance()
-            requested = scheduler.request(tile)
             pipes.keys.producer_acquire(keys_state)
-            self.load_keys(args.mK, atoms.tma_k, shared.sK, plan.tile_hdim, coord, pipes, keys_state)
-            self.load_keys(args.mV, atoms.tma_v, shared.sV, plan.tile_hdimv, coord, pipes, keys_state)
+            self.load_keys(args, args.mK, atoms.tma_k, shared.sK, plan.tile_hdim, coord, pipes, keys_state)
+            self.load_keys(args, args.mV, atoms.tma_v, shared.sV, plan.tile_hdimv, coord, pipes, keys_state)
             keys_state.advance()
-            for i in cutlass.range(group, unroll=1):
-                q_state, do_state = self.load_queries(
-                    args, atoms, shared, pipes, coord, coord.head * group + i, q_state, do_state
-                )
-            tile = scheduler.resolve(requested)
+            head = first_query_head(plan, args, coord)
+            if const_expr(plan.adds_dkdv):
+                q_state, do_state = self.load_queries(args, atoms, shared, pipes, coord, head, q_state, do_state)
+            else:
+                for i in cutlass.range(query_heads(plan, args), unroll=1):
+                    q_state, do_state = self.load_queries(
+                        args, atoms, shared, pipes, coord, head + i, q_state, do_state
+                    )
+            # not earlier: a register less, and the producer is a few blocks ahead of the consumers here
+            tile = scheduler.resolve(scheduler.request(tile))
         pipes.tiles.post_end(tile_state)
 
     @cute.jit
     def load_keys(
-        self, m: cute.Tensor, tma: cute.CopyAtom, s: cute.Tensor, cols: int, coord: TileCoord, pipes: Pipelines,
-        state: Any,
+        self, args: DkdvArgs, m: cute.Tensor, tma: cute.CopyAtom, s: cute.Tensor, cols: int, coord: TileCoord,
+        pipes: Pipelines, state: Any,
     ) -> None:  # fmt: skip
         """One tensor's keys of the tile, one load per band of 64."""
-        bands = cute.local_tile(m[None, None, coord.head, coord.batch], (WG_KEYS, cols), (None, 0))
+        mine = m[None, None, key_head(self.plan, args, coord), coord.batch]
+        bands = cute.local_tile(mine, (WG_KEYS, cols), (None, 0))
         src, dst = partition(tma, bands, s)
         count = self.plan.tile_n // WG_KEYS
         for band in cutlass.range_constexpr(count):

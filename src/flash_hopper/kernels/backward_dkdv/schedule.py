@@ -37,3 +37,18 @@ def query_schedule(plan: BackwardDkdvPlan, args: DkdvArgs, coord: TileCoord) -> 
     if plan.adds_dq and not plan.is_causal:
         first = coord.block * count // args.n_blocks
     return QuerySchedule(first, count, Int32(blocks.start), Int32(blocks.end))
+
+
+def query_heads(plan: BackwardDkdvPlan, args: DkdvArgs) -> Int32:
+    """Query heads that a tile visits: all of its key head, or one if dK and dV are added up in memory."""
+    return Int32(1) if plan.adds_dkdv else args.mQ.shape[2] // args.mK.shape[2]
+
+
+def first_query_head(plan: BackwardDkdvPlan, args: DkdvArgs, coord: TileCoord) -> Int32:
+    """The first query head of a tile, whose coordinate names a query head if dK and dV are added up, else a key head."""
+    return coord.head if plan.adds_dkdv else coord.head * query_heads(plan, args)
+
+
+def key_head(plan: BackwardDkdvPlan, args: DkdvArgs, coord: TileCoord) -> Int32:
+    """The key head of a tile."""
+    return coord.head // (args.mQ.shape[2] // args.mK.shape[2]) if plan.adds_dkdv else coord.head

@@ -23,7 +23,7 @@ from flash_hopper.kernels.backward_dkdv.fragments import (
     issue_s,
     score_side,
 )
-from flash_hopper.kernels.backward_dkdv.schedule import query_schedule
+from flash_hopper.kernels.backward_dkdv.schedule import query_heads, query_schedule
 from flash_hopper.plan.backward import BackwardDkdvPlan
 from flash_hopper.plan.roles import TILE_SLOTS
 
@@ -60,7 +60,7 @@ class SplitConsumer:
             view = key_view(plan, args, coord, Int32(0), thread)
             order = query_schedule(plan, args, coord)
             m_block = order.first
-            total = order.count * (args.mQ.shape[2] // args.mK.shape[2])  # all query heads of the key head
+            total = order.count * query_heads(plan, args)
             side.acc_dV.fill(0.0)
             self.scores(resources, side, view, at, m_block, thread)
             to_operand(side.acc_S, side.tVrP, plan.dtype)
@@ -124,7 +124,7 @@ class SplitConsumer:
             pipes.keys.consumer_wait(keys_state)
             view = key_view(plan, args, coord, Int32(0), thread)
             order = query_schedule(plan, args, coord)
-            total = order.count * (args.mQ.shape[2] // args.mK.shape[2])  # all query heads of the key head
+            total = order.count * query_heads(plan, args)
             side.acc_dK.fill(0.0)
             for _ in cutlass.range(total, unroll=1):
                 pipes.do.consumer_wait(at.do)
