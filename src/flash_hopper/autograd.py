@@ -24,6 +24,8 @@ from flash_hopper.problem.features import Feature
 
 InputGradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
+assert list(AttentionOptions.__dataclass_fields__)[-1] == "return_lse", "calls set it as the last of the options"
+
 # One C call each; torch has no public names for them.
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _transform = torch._C._functorch.peek_interpreter_stack
