@@ -5,6 +5,7 @@ and bulk additions, the register hand-over, and the waits of programmatic launch
 limit while a kernel is compiled (`budget.check_shared_memory`), and here from the plan.
 """
 
+from dataclasses import fields
 from itertools import product
 
 import pytest
@@ -33,12 +34,12 @@ HALF = [(64, 64), (128, 128), (256, 256)]
 
 
 def backward_plans(dims, causal, *, dtype=DType.BF16, has_dlse=False):
-    """The plans of both routes."""
+    """The plans of both routes, with equal and with grouped heads."""
     found = []
-    for is_deterministic in (False, True):
+    for is_deterministic, heads in product((False, True), ((2, 2), (2, 1))):
         request = BackwardRequest(True, True, has_dlse, is_deterministic)
-        plans = plan_backward(case_of(dims, (1024, 1024), causal, dtype=dtype).problem(), request)
-        found += [plans.preprocess, plans.dkdv, plans.dq, plans.postprocess]
+        plans = plan_backward(case_of(dims, (1024, 1024), causal, heads=heads, dtype=dtype).problem(), request)
+        found += [getattr(plans, field.name) for field in fields(plans)]
     return [plan for plan in found if plan is not None]
 
 
@@ -77,7 +78,8 @@ def test_the_plans_cover_every_head_dim_with_both_masks_and_every_row_of_the_tab
     tiles = {(p.tile_m, p.tile_n, p.k_stages, p.v_stages) for p in DQ}
     assert tiles == {(t.m, t.n, t.k_stages, t.v_stages) for *_, full, causal in DQ_ROWS for t in (full, causal)}
     assert {p.has_dlse for p in PRE} == {p.cleared_hdim > 0 for p in PRE} == {False, True}
-    assert {(p.tile_m, p.tile_hdim) for p in POST} == {(p.tile_m, p.tile_hdim) for p in DKDV if p.adds_dq}
+    assert {(p.tile_m, p.tile_hdim) for p in POST} >= {(p.tile_m, p.tile_hdim) for p in DKDV if p.adds_dq}
+    assert {p.adds_dkdv for p in DKDV if p.adds_dq} == {False, True}
 
 
 @each(PLANS)
@@ -163,10 +165,12 @@ def test_the_products_of_the_query_parallel_kernel_are_whole_warpgroup_mmas(plan
 def test_tiles_of_the_key_parallel_kernel_travel_by_tma_and_statistics_by_bulk_copies(plan, kernels):
     report = kernels.report(plan)
     assert report.count("UTMALDG.4D") == report.count("UTMALDG") >= 4
-    assert report.count("UTMASTG.4D") == report.count("UTMASTG") >= 2
+    assert report.count("UTMASTG.4D") == report.count("UTMASTG")
+    assert (report.count("UTMASTG") >= 2) != plan.adds_dkdv
     assert report.count("UBLKCP") == 2  # LSE with Q, D with dO; one lane each, no loop over lanes
-    # a bulk addition for each warpgroup's piece of dQ
-    assert report.count("UBLKRED.ADD.F32") == report.count("UBLKRED") == (2 if plan.adds_dq else 0)
+    # a bulk addition for each warpgroup's piece of dQ, and one for each 64 columns of its dK and dV
+    pieces = plan.adds_dq + (plan.tile_hdim + plan.tile_hdimv) // 64 * plan.adds_dkdv
+    assert report.count("UBLKRED.ADD.F32") == report.count("UBLKRED") == 2 * pieces
     assert report.count("UTMAREDG") == 0
 
 
