@@ -32,11 +32,12 @@ RANKS = {
     "api": 9,
     "__init__": 10,
     "testing": 11,
+    "compat": 12,
     "integrations": 12,
     "cli": 12,
     "__main__": 13,
 }
-TORCH_ROOMS = {"reference", "launch", "autograd", "api", "testing", "integrations", "cli"}
+TORCH_ROOMS = {"reference", "launch", "autograd", "api", "testing", "compat", "integrations", "cli"}
 # Outside packages: rooms or modules that may import them. Anything else is the standard library.
 OUTSIDE = {
     "torch": TORCH_ROOMS,
