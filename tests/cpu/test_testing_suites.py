@@ -4,7 +4,9 @@ from collections import defaultdict
 from itertools import product
 
 import pytest
+from typer.testing import CliRunner
 
+from flash_hopper.cli.main import app
 from flash_hopper.plan.backward import BackwardDkdvPlan, BackwardDqPlan, PostprocessPlan, PreprocessPlan
 from flash_hopper.problem.dtypes import DType
 from flash_hopper.problem.errors import ArgumentError
@@ -158,6 +160,21 @@ def test_a_sample_of_everything_is_the_suite(forward):
 def test_an_unknown_suite_is_refused():
     with pytest.raises(ArgumentError, match="forward, smoke, sanitizer, backward, backward-smoke, backward-sanitizer"):
         suite("sideways")
+
+
+@pytest.mark.parametrize("name", ["sanitizer", "backward-sanitizer"])
+def test_the_compile_command_takes_all_kernels_of_a_suite(name, monkeypatch, tmp_path):
+    taken = []
+
+    def fill_cache(plans, jobs, progress):
+        taken.extend(plans)
+        return [tmp_path / plan.name for plan in plans]
+
+    monkeypatch.setattr("flash_hopper.compile.parallel.fill_cache", fill_cache)
+    result = CliRunner().invoke(app, ["compile", "--suite", name])
+    assert result.exit_code == 0, result.output
+    assert taken == plans_of(suite(name))
+    assert f"{len(taken)} kernels in {tmp_path}" in result.output
 
 
 def test_backward_plans_are_what_the_launch_binds(backward):
