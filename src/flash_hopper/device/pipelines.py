@@ -51,9 +51,11 @@ def load(tma: cute.CopyAtom, src: cute.Tensor, dst: cute.Tensor, pipe: Any, stat
     cute.copy(tma, src, dst, tma_bar_ptr=pipe.producer_get_barrier(state))
 
 
-def partition(tma: cute.CopyAtom, gmem: cute.Tensor, smem: cute.Tensor) -> tuple[cute.Tensor, cute.Tensor]:
-    """(global, shared) views of a TMA copy, tile modes first, for a CTA without multicast."""
+def partition(
+    tma: cute.CopyAtom, gmem: cute.Tensor, smem: cute.Tensor, modes: int = 2
+) -> tuple[cute.Tensor, cute.Tensor]:
+    """(global, shared) views of a TMA copy whose tile is the first `modes` modes, for a CTA without multicast."""
     dst, src = cute.nvgpu.cpasync.tma_partition(
-        tma, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), cute.group_modes(gmem, 0, 2)
+        tma, 0, cute.make_layout(1), cute.group_modes(smem, 0, modes), cute.group_modes(gmem, 0, modes)
     )
     return src, dst

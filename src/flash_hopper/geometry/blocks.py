@@ -60,5 +60,6 @@ def query_blocks(key: Int, keys: int, seqlen_q: Int, seqlen_k: Int, tile_m: int,
 
 
 def first_query(key: Int, seqlen_q: Int, seqlen_k: Int, is_causal: bool) -> Int:
-    """The first query row that sees `key`; may be negative."""
-    return key - (seqlen_k - seqlen_q) if is_causal else 0
+    """The first query row that sees `key`: at most 0 if all do, seqlen_q or more if none does (key >= seqlen_k)."""
+    unseen = clamp(key - seqlen_k + 1, 0, 1) * seqlen_q  # 0 for a key that exists
+    return maximum(unseen, key - (seqlen_k - seqlen_q)) if is_causal else unseen

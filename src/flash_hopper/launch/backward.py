@@ -25,14 +25,14 @@ Kernel = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class PreparedBackward:
-    """A backward bound to its kernels; those that it does not need are None."""
+    """A backward bound to its kernels; those that it does not need are None, all of them if nothing is to be computed."""
 
     problem: AttentionProblem
     request: BackwardRequest
     plans: BackwardPlans
     device_index: int
     ctas: int
-    preprocess: Kernel
+    preprocess: Kernel | None
     dkdv: Kernel | None
     dq: Kernel | None
     postprocess: Kernel | None
@@ -60,7 +60,7 @@ class PreparedBackward:
         dq = torch.empty(q.shape, dtype=q.dtype, device=q.device) if needs_dq else None
         dk = torch.empty(k.shape, dtype=q.dtype, device=q.device) if needs_dkdv else None
         dv = torch.empty(v.shape, dtype=q.dtype, device=q.device) if needs_dkdv else None
-        if self.problem.has_no_output or self.problem.has_no_keys:
+        if self.preprocess is None:
             return tuple(None if g is None else g.zero_() for g in (dq, dk, dv))  # type: ignore[return-value]
         q, k, v, out, dout = (addressable(t) for t in (q, k, v, out, dout))
         statistics, accumulator = self._workspace(q)
@@ -132,8 +132,10 @@ def prepare_backward(problem: AttentionProblem, request: BackwardRequest, device
     """
     plans = plan_backward(problem, request)
 
+    is_trivial = problem.has_no_output or problem.has_no_keys
+
     def kernel(plan: Any) -> Kernel | None:
-        return None if plan is None else get_kernel(plan)
+        return None if plan is None or is_trivial else get_kernel(plan)
 
     return PreparedBackward(
         problem=problem,
@@ -141,7 +143,7 @@ def prepare_backward(problem: AttentionProblem, request: BackwardRequest, device
         plans=plans,
         device_index=device_index,
         ctas=max(1, device_facts(device_index).sm_count - problem.sm_margin),
-        preprocess=get_kernel(plans.preprocess),
+        preprocess=kernel(plans.preprocess),
         dkdv=kernel(plans.dkdv),
         dq=kernel(plans.dq),
         postprocess=kernel(plans.postprocess),

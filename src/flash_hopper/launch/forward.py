@@ -115,7 +115,7 @@ def prepare(
         ctas=max(1, facts.sm_count - p.sm_margin),
         heads_per_section=heads_per_section(
             p.seqlen_k * (p.head_dim + p.head_dim_v) * p.dtype.itemsize, p.causal, p.heads, p.batch,
-            p.qhead_per_kvhead if p.heads_k else 1,
+            p.qhead_per_kvhead,
         ),
         is_dynamic=plan.scheduler == "dynamic",
         is_regular=all(has_plain_strides(t) for t in (q, k, v, out) if t is not None),

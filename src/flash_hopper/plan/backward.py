@@ -1,9 +1,9 @@
 """Backward plans: preprocess, the query-parallel dQ kernel and the key-parallel dK/dV kernel.
 
 The query-parallel kernel owns query rows and adds up dQ over key blocks; the key-parallel one owns keys and adds up dK
-and dV over query blocks and the query heads of its key head. Neither adds into global memory, so both are deterministic.
-Where head dims allow, the key-parallel kernel can also compute dQ, adding it up in a float32 accumulator in memory: five
-GEMMs instead of seven, but in no fixed order.
+and dV over query blocks and the query heads of its key head. So used, neither adds into global memory, and both are
+deterministic. Where head dims allow, the key-parallel kernel can also compute dQ, adding it up in a float32 accumulator
+in memory: five GEMMs instead of seven, but in no fixed order.
 """
 
 from dataclasses import dataclass
@@ -133,7 +133,7 @@ class BackwardDkdvPlan:
 
 @dataclass(frozen=True, slots=True)
 class PostprocessPlan:
-    """Compile-time choices of the postprocess kernel: the float32 accumulator of dQ to dQ."""
+    """Compile-time choices of the postprocess kernel: the float32 accumulator of dQ to dQ, or that of dK or dV."""
 
     dtype: DType
     tile_m: int

@@ -66,8 +66,8 @@ class AttentionProblem:
 
     @property
     def qhead_per_kvhead(self) -> int:
-        """Query heads that share one key head."""
-        return self.heads // self.heads_k
+        """Query heads that share one key head; 1 if there are no heads."""
+        return self.heads // self.heads_k if self.heads_k else 1
 
     @property
     def has_no_output(self) -> bool:

@@ -8,7 +8,7 @@ together, P(i) is made while the other three run and dS(i) while the last two do
 from typing import NamedTuple
 
 from flash_hopper.device.barriers import epilogue_sync
-from flash_hopper.device.dsl import Float32, Int32, const_expr, cute, cutlass, warpgroup
+from flash_hopper.device.dsl import Boolean, Float32, Int32, const_expr, cute, cutlass, warpgroup
 from flash_hopper.device.layouts import acc_as_rows
 from flash_hopper.device.pipelines import consumer_state
 from flash_hopper.device.probabilities import grad_columns, recompute_columns
@@ -38,14 +38,17 @@ class KeyView(NamedTuple):
 
     first_key: Int32  # of its two keys, the other is 8 above
     lane_col: Int32  # its first query within a block
-    full: Int32  # first query block that needs no mask
+    full: Int32  # first query block that needs no mask for the diagonal
+    reaches_past_end: Boolean  # some keys of the band do not exist
 
 
 def key_view(plan: BackwardDkdvPlan, args: DkdvArgs, coord: TileCoord, band: Int32, thread: Int32) -> KeyView:
     """This thread's view of a tile."""
+    seqlen_q, seqlen_k = args.mQ.shape[0], args.mK.shape[0]
     key = coord.block * plan.tile_n + band * WG_KEYS
-    own = query_blocks(key, WG_KEYS, args.mQ.shape[0], args.mK.shape[0], plan.tile_m, plan.is_causal)
-    return KeyView(key + thread // 32 * 16 + thread % 32 // 4, thread % 4 * 2, own.full)
+    own = query_blocks(key, WG_KEYS, seqlen_q, seqlen_k, plan.tile_m, plan.is_causal)
+    first_key = key + thread // 32 * 16 + thread % 32 // 4
+    return KeyView(first_key, thread % 4 * 2, own.full, key + WG_KEYS > seqlen_k)
 
 
 @cute.jit
@@ -53,12 +56,15 @@ def make_p(
     plan: cutlass.Constexpr, args: DkdvArgs, shared: SharedTensors, acc_S: cute.Tensor, view: KeyView, stage: Int32,
     m_block: Int32,
 ) -> None:  # fmt: skip
-    """S^T to P^T in place; masked where the block reaches across the diagonal."""
+    """S^T to P^T in place; masked where the block reaches across the diagonal or, if it matters, past the last key."""
     seqlen_q, seqlen_k = args.mQ.shape[0], args.mK.shape[0]
     starts = tuple(
         first_query(view.first_key + 8 * r, seqlen_q, seqlen_k, plan.is_causal) - m_block * plan.tile_m for r in (0, 1)
     )
-    is_masked = m_block < view.full if cutlass.const_expr(plan.is_causal) else False
+    # dK and dV of keys that do not exist are clipped; but dQ sums over them, and their P may be infinite
+    is_masked = view.reaches_past_end if const_expr(plan.adds_dq) else False
+    if const_expr(plan.is_causal):
+        is_masked = m_block < view.full or is_masked
     recompute_columns(acc_as_rows(acc_S), args.scale_log2, shared.sLSE[None, stage], starts, view.lane_col, is_masked)
 
 

@@ -46,7 +46,8 @@ class BackwardDkdvKernel:
     """dV = P^T dO and dK = scale * dS^T Q, one persistent CTA per SM, one tile of keys at a time.
 
     A tile visits every query head of its key head, so dK and dV are complete in registers; or, with `adds_dkdv`, one
-    query head, and dK and dV are added up in memory as dQ is (grouped queries: more tiles, and their data stays in L2). Scores are computed transposed, so that P^T and dS^T are register operands.
+    query head, and dK and dV are added up in memory as dQ is (grouped queries: more tiles, and their data stays in L2).
+    Scores are computed transposed, so that P^T and dS^T are register operands.
 
     | pipeline | stages | filled by | bytes a stage | freed by |
     |---|---|---|---|---|
@@ -97,6 +98,12 @@ class BackwardDkdvKernel:
         tma_do, mdO_tma = cpasync.make_tiled_tma_atom(load, mdO, tiles.do, (plan.tile_m, plan.tile_hdimv))
         tma_k, mK_tma = cpasync.make_tiled_tma_atom(load, mK, tiles.k, (WG_KEYS, plan.tile_hdim))
         tma_v, mV_tma = cpasync.make_tiled_tma_atom(load, mV, tiles.v, (WG_KEYS, plan.tile_hdimv))
+        tma_statistics, mStatistics = cpasync.make_tiled_tma_atom(
+            load,
+            cute.make_tensor(statistics.iterator, cute.select(statistics.layout, mode=[3, 2, 1, 0])),
+            cute.make_layout(plan.tile_m),
+            (plan.tile_m,),
+        )
         if const_expr(plan.adds_dkdv):
             (tma_dk, mdK), (tma_dv, mdV) = (None, self.by_piece(dk)), (None, self.by_piece(dv))
         else:
@@ -105,10 +112,10 @@ class BackwardDkdvKernel:
         n_blocks = ceil_div(mK.shape[0], plan.tile_n)
         total = n_blocks * (mQ if plan.adds_dkdv else mK).shape[2] * mK.shape[3]
         args = DkdvArgs(
-            mQ_tma, mK_tma, mV_tma, mdO_tma, mdK, mdV, statistics, self.by_piece(accumulator), tile_counter, scale,
+            mQ_tma, mK_tma, mV_tma, mdO_tma, mdK, mdV, mStatistics, self.by_piece(accumulator), tile_counter, scale,
             scale * Float32(LOG2_E), n_blocks, total, heads_per_section,
         )  # fmt: skip
-        atoms = DkdvAtoms(tma_q, tma_do, tma_k, tma_v, tma_dk, tma_dv, *self.tiled_mmas())
+        atoms = DkdvAtoms(tma_q, tma_do, tma_k, tma_v, tma_statistics, tma_dk, tma_dv, *self.tiled_mmas())
         self.shared_struct = shared_struct(plan)
         self.kernel(args, atoms, tiles).launch(
             grid=[min(ctas, total), 1, 1],
@@ -147,7 +154,7 @@ class BackwardDkdvKernel:
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
-            for descriptor in (atoms.tma_q, atoms.tma_do, atoms.tma_k, atoms.tma_v):
+            for descriptor in (atoms.tma_q, atoms.tma_do, atoms.tma_k, atoms.tma_v, atoms.tma_statistics):
                 cpasync.prefetch_descriptor(descriptor)
         storage, shared = allocate(plan, self.shared_struct, tiles)
         pipes = self.pipelines(storage, tiles)

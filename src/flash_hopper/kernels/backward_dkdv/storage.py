@@ -4,7 +4,7 @@
 |---|---|---|---|---|
 | barriers | full and empty mbarriers of keys, q, do, tile | - | all | all |
 | slots | coordinates of the next tiles | - | producer | consumer warps |
-| sLSE, sDelta | statistics of tile_m rows per stage | - | bulk copy | consumers |
+| sLSE, sDelta | statistics of tile_m rows per stage | - | TMA | consumers |
 | sP | P^T, register by register, split roles only | - | the P warpgroup | the dS warpgroup |
 | sdS | dS^T, (tile_n, tile_m), two of them, if dQ is added up | dK on its way out | consumers (stmatrix) | wgmma of both warpgroups |
 | sdQ | 64 x 64 of dQ per warpgroup, register by register, if dQ is added up | dV on its way out | its warpgroup | bulk reduce-add |

@@ -1,4 +1,4 @@
-"""Postprocess of the backward: dQ = scale * accumulator, in the dtype of q (specification 7.3.2).
+"""Postprocess of the backward: dQ = scale * accumulator, in the dtype of q (specification 7.3.2); dK and dV likewise.
 
 The accumulator holds, per query block, two pieces of 64 x 64 in the register order of the warpgroups that added them up
 (`backward_dkdv/storage.py`), so each thread reads back what its counterpart held, 16 bytes at a time.
