@@ -22,7 +22,8 @@ w_j y_j, w being a row of dS (for dq, y = k) or a column of dS (dk, y = q) or of
 - c = 2^-23 (n / 16 + 4) for n terms: truncated sums of a tensor core, 16 terms a step, and of a few added up in memory.
 - n_j is the float32 error of w_j: relative error of P from its exponent and from lse, r = 2 L + 2^-22 |lse| + 2^-21 with
   L = (d / 16 + 4) 2^-23 |scale| |q_r| max |k| as for out; absolute error of dP and D, P 2^-23 ((dv / 16 + 8) |dO_r| max
-  |v| + |dlse|).
+  |v| + |dlse|); and min(P, 2^-126), times |dP - D| in dS: the exponential of the GPU gives 0 for a result below the
+  smallest normal number. It shows where a whole key row is that small: keys that nobody but an outlier looks at.
 - t_j is known exactly: the backward computes D from the out that the forward returned, whose error, itself within its
   own allowance, shifts a row of dS by P times the row sum of dO o (out - ref). The sum is signed, as rows shift either
   way; a half more, as what is shifted is rounded differently. N rounds |w_j| + |t_j|.
@@ -220,8 +221,10 @@ def _bounds(given: _Given, problem: _Problem) -> dict[str, _Bound]:
     p = torch.exp(scores - lse.unsqueeze(-1))
     dp = dout @ v.transpose(1, 2)
     dots = (p * dp).sum(dim=-1)
-    ds = p * (dp - (dots - dlse).unsqueeze(-1))
+    slope = dp - (dots - dlse).unsqueeze(-1)
+    ds = p * slope
 
+    lost = p.clamp_max(torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).tiny)
     step = 2.0**-52 if dtype == torch.float64 else 2.0**-23
     longest_k, longest_v = (torch.linalg.vector_norm(x, dim=2).amax(dim=1, keepdim=True) for x in (k, v))
     length_q, length_dout = (torch.linalg.vector_norm(x, dim=2) for x in (q, dout))
@@ -233,8 +236,8 @@ def _bounds(given: _Given, problem: _Problem) -> dict[str, _Bound]:
 
     size = ds.abs()
     rounding = _rounding(size + shift.abs(), dtype)
-    error = size * of_p.unsqueeze(-1) + p * of_dp.unsqueeze(-1)
-    of_dq, of_dk, of_dv = error + keys * size, error + queries * size, p * (of_p.unsqueeze(-1) + queries)
+    error = size * of_p.unsqueeze(-1) + p * of_dp.unsqueeze(-1) + lost * slope.abs()
+    of_dq, of_dk, of_dv = error + keys * size, error + queries * size, p * (of_p.unsqueeze(-1) + queries) + lost
     return {
         "dq": _bound(rounding, size, of_dq, shift, k),
         "dk": _bound(rounding.mT, size.mT, of_dk.mT, shift.mT, q),
