@@ -81,6 +81,13 @@ def test_first_query_is_the_first_row_that_sees_a_key(is_causal):
             assert seen == [r for r in range(seqlen_q) if key < visible_keys(r, seqlen_q, seqlen_k, is_causal)]
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_no_query_sees_a_key_past_the_end(is_causal):
+    for seqlen_q, seqlen_k in product(LENGTHS, LENGTHS):
+        for key in range(seqlen_k, seqlen_k + 8):
+            assert first_query(key, seqlen_q, seqlen_k, is_causal) >= seqlen_q, (seqlen_q, seqlen_k, key)
+
+
 def check_query_blocks(key, keys, seqlen_q, seqlen_k, tile_m, is_causal):
     start, full, end = query_blocks(key, keys, seqlen_q, seqlen_k, tile_m, is_causal)
     shape = (key, keys, seqlen_q, seqlen_k, tile_m, is_causal)

@@ -387,6 +387,18 @@ def make_v(one):
     return one.inputs.v.double().transpose(1, 2).repeat_interleave(group, dim=1)
 
 
+def test_probabilities_below_the_smallest_normal_float32_may_be_flushed_to_zero_and_larger_ones_may_not():
+    """One query row, logits of several hundred: most keys have a gradient of 1e-39 and less."""
+    one = Checked(replace(BASE, seqlen_q=1, causal=False, scale=5.0))
+    parts = one.explicit()
+    tiny = torch.finfo(torch.float32).tiny
+    assert ((parts.p > 2**-133) & (parts.p < tiny)).any()  # bfloat16 could hold them
+    flushed = parts.p >= tiny
+    assert not one.failing(parts.gradients(ds=parts.ds * flushed, p=parts.p * flushed))
+    cut = parts.p >= 1e-30
+    assert {"dk", "dv"} <= one.failing(parts.gradients(ds=parts.ds * cut, p=parts.p * cut))
+
+
 def test_rows_without_keys_must_have_a_gradient_of_exactly_zero():
     for dtype in DTYPES:
         one = Checked(replace(BASE, dtype=dtype, seqlen_q=60, seqlen_k=20))
