@@ -46,6 +46,17 @@ def consumer_state(stages: int) -> pipeline.PipelineState:
     return pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, stages)
 
 
+def skip_stage(pipe: Any, state: Any) -> Any:
+    """Consumer: free the next stage unread; returns the cursor behind it.
+
+    The wait is needed: an arrival before the stage was filled could count for the round before.
+    """
+    pipe.consumer_wait(state)
+    pipe.consumer_release(state)
+    state.advance()
+    return state
+
+
 def load(tma: cute.CopyAtom, src: cute.Tensor, dst: cute.Tensor, pipe: Any, state: Any) -> None:
     """Start a TMA load that completes on the stage's full barrier. Called by one whole warp, after `producer_acquire`."""
     cute.copy(tma, src, dst, tma_bar_ptr=pipe.producer_get_barrier(state))

@@ -7,9 +7,17 @@ coordinate with a negative block.
 from typing import Any, NamedTuple
 
 from flash_hopper.device.dsl import Int32, cute, pipeline
+from flash_hopper.device.pipelines import thread_pipeline
 from flash_hopper.geometry.tiles import TileCoord
+from flash_hopper.plan.roles import PipelineSpec
 
 SLOT_INTS = 4  # block, head, batch, padding: one 16-byte slot
+
+
+def make_mailbox(spec: PipelineSpec, storage: Any) -> "TileMailbox":
+    """The mailbox in a kernel's `bar_tile` and `slots`; `spec` is the plan's tile pipeline."""
+    slots = storage.slots.get_tensor(cute.make_layout((SLOT_INTS, spec.stages)))
+    return TileMailbox(thread_pipeline(spec, storage.bar_tile), slots)
 
 
 class TileMailbox(NamedTuple):

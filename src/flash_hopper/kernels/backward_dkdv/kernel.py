@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+from flash_hopper.device import placeholders
 from flash_hopper.device.dsl import (
     ELEMENT_TYPES,
     Float32,
@@ -12,15 +13,13 @@ from flash_hopper.device.dsl import (
     cpasync,
     cuda,
     cute,
-    make_fake_stream,
-    make_fake_tensor,
     make_trivial_tiled_mma,
     pipeline,
     warpgroup,
 )
 from flash_hopper.device.layouts import seqlen_major
-from flash_hopper.device.pipelines import thread_pipeline, tma_pipeline
-from flash_hopper.device.schedulers.mailbox import SLOT_INTS, TileMailbox
+from flash_hopper.device.pipelines import tma_pipeline
+from flash_hopper.device.schedulers.mailbox import make_mailbox
 from flash_hopper.device.schedulers.numbering import make_scheduler
 from flash_hopper.geometry.arith import ceil_div
 from flash_hopper.kernels.backward_dkdv.args import DkdvArgs, DkdvAtoms, Pipelines, Resources
@@ -36,8 +35,8 @@ from flash_hopper.kernels.backward_dkdv.storage import (
     shared_struct,
     tile_layouts,
 )
-from flash_hopper.plan.backward import DQ_PIECE, STATISTICS_ROWS, BackwardDkdvPlan
-from flash_hopper.plan.roles import TILE_SLOTS, WARPGROUP, backward_dkdv_pipelines, roles_of
+from flash_hopper.plan.backward import DQ_PIECE, BackwardDkdvPlan
+from flash_hopper.plan.roles import WARPGROUP, backward_dkdv_pipelines, roles_of
 
 LOG2_E = math.log2(math.e)
 
@@ -186,44 +185,33 @@ class BackwardDkdvKernel:
             keys=tma_pipeline(specs["keys"], storage.bar_keys, (size["k"] + size["v"]) * (plan.tile_n // WG_KEYS)),
             q=tma_pipeline(specs["q"], storage.bar_q, size["q"] + statistics),
             do=tma_pipeline(specs["do"], storage.bar_do, size["do"] + statistics),
-            tiles=TileMailbox(
-                thread_pipeline(specs["tile"], storage.bar_tile),
-                storage.slots.get_tensor(cute.make_layout((SLOT_INTS, TILE_SLOTS))),
-            ),
+            tiles=make_mailbox(specs["tile"], storage),
         )
 
 
 def placeholder_arguments(plan: BackwardDkdvPlan) -> tuple[Any, ...]:
-    """Arguments for `cute.compile`; alignment as in the forward."""
+    """Arguments for `cute.compile`."""
     dtype = ELEMENT_TYPES[plan.dtype]
-    batch, seqlen_q, seqlen_k, heads, heads_k = (cute.sym_int32() for _ in range(5))
-    hdim, hdimv = cute.sym_int32(divisibility=8), cute.sym_int32(divisibility=8)
-    rows = cute.sym_int32(divisibility=STATISTICS_ROWS)
+    batch, seqlen_q, seqlen_k, heads, heads_k = (placeholders.size() for _ in range(5))
+    hdim, hdimv = placeholders.head_dim_size(), placeholders.head_dim_size()
 
-    def tensor(*shape: Any) -> Any:
-        strides = (*(cute.sym_int64(divisibility=8) for _ in range(3)), 1)
-        return make_fake_tensor(dtype, shape, strides, assumed_align=16)
+    def key_gradient(cols: Any) -> Any:
+        if plan.adds_dkdv:
+            return placeholders.accumulator(batch, heads_k)
+        return placeholders.heads_tensor(dtype, batch, seqlen_k, heads_k, cols)
 
-    def accumulator(heads: Any) -> Any:
-        values, strides = (
-            cute.sym_int32(divisibility=DQ_PIECE),
-            [cute.sym_int64(divisibility=DQ_PIECE) for _ in range(2)],
-        )
-        return make_fake_tensor(Float32, (batch, heads, values), (*strides, 1), assumed_align=16)
-
-    statistics_strides = (*(cute.sym_int64(divisibility=STATISTICS_ROWS) for _ in range(3)), 1)
     return (
-        tensor(batch, seqlen_q, heads, hdim),
-        tensor(batch, seqlen_k, heads_k, hdim),
-        tensor(batch, seqlen_k, heads_k, hdimv),
-        tensor(batch, seqlen_q, heads, hdimv),
-        accumulator(heads_k) if plan.adds_dkdv else tensor(batch, seqlen_k, heads_k, hdim),
-        accumulator(heads_k) if plan.adds_dkdv else tensor(batch, seqlen_k, heads_k, hdimv),
-        make_fake_tensor(Float32, (2, batch, heads, rows), statistics_strides, assumed_align=16),
-        accumulator(heads) if plan.adds_dq else None,
-        make_fake_tensor(Int32, (1,), (1,), assumed_align=4) if plan.scheduler == "dynamic" else None,
+        placeholders.heads_tensor(dtype, batch, seqlen_q, heads, hdim),
+        placeholders.heads_tensor(dtype, batch, seqlen_k, heads_k, hdim),
+        placeholders.heads_tensor(dtype, batch, seqlen_k, heads_k, hdimv),
+        placeholders.heads_tensor(dtype, batch, seqlen_q, heads, hdimv),
+        key_gradient(hdim),
+        key_gradient(hdimv),
+        placeholders.statistics(batch, heads),
+        placeholders.accumulator(batch, heads) if plan.adds_dq else None,
+        placeholders.tile_counter(plan.scheduler),
         Float32(1.0),
         Int32(1),
         Int32(1),
-        make_fake_stream(use_tvm_ffi_env_stream=True),
+        placeholders.stream(),
     )

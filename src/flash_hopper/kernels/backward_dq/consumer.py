@@ -10,7 +10,7 @@ from flash_hopper.device.barriers import Turns, epilogue_sync
 from flash_hopper.device.dsl import ELEMENT_TYPES, Float32, Int32, cute, cutlass, warp, warpgroup
 from flash_hopper.device.gemm import issue
 from flash_hopper.device.layouts import acc_as_operand_a, acc_as_rows, transposed
-from flash_hopper.device.pipelines import consumer_state, partition
+from flash_hopper.device.pipelines import consumer_state, partition, skip_stage
 from flash_hopper.device.probabilities import grad_rows, recompute_rows
 from flash_hopper.device.registers import to_operand
 from flash_hopper.geometry.blocks import key_blocks, visible_keys
@@ -134,12 +134,8 @@ class Consumer:
         """A block in which this warpgroup has no visible key: free its stages, take the turn and pass it on."""
         self.turns.wait(wg)
         self.turns.pass_on(wg)
-        pipes.k.consumer_wait(k_state)
-        pipes.k.consumer_release(k_state)
-        k_state.advance()
-        pipes.v.consumer_wait(v_state)
-        pipes.v.consumer_release(v_state)
-        v_state.advance()
+        k_state = skip_stage(pipes.k, k_state)
+        v_state = skip_stage(pipes.v, v_state)
         return k_state, v_state
 
     @cute.jit

@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+from flash_hopper.device import placeholders
 from flash_hopper.device.dsl import (
     ELEMENT_TYPES,
     Float32,
@@ -11,23 +12,21 @@ from flash_hopper.device.dsl import (
     cpasync,
     cuda,
     cute,
-    make_fake_stream,
-    make_fake_tensor,
     make_trivial_tiled_mma,
     pipeline,
     warpgroup,
 )
 from flash_hopper.device.layouts import seqlen_major
-from flash_hopper.device.pipelines import thread_pipeline, tma_pipeline
-from flash_hopper.device.schedulers.mailbox import SLOT_INTS, TileMailbox
+from flash_hopper.device.pipelines import tma_pipeline
+from flash_hopper.device.schedulers.mailbox import make_mailbox
 from flash_hopper.device.schedulers.numbering import make_scheduler
 from flash_hopper.geometry.arith import ceil_div
 from flash_hopper.kernels.backward_dq.args import DqArgs, DqAtoms, Pipelines
 from flash_hopper.kernels.backward_dq.consumer import Consumer
 from flash_hopper.kernels.backward_dq.producer import Producer
 from flash_hopper.kernels.backward_dq.storage import WG_ROWS, TileLayouts, allocate, shared_struct, tile_layouts
-from flash_hopper.plan.backward import STATISTICS_ROWS, BackwardDqPlan
-from flash_hopper.plan.roles import TILE_SLOTS, WARPGROUP, backward_dq_pipelines, roles_of
+from flash_hopper.plan.backward import BackwardDqPlan
+from flash_hopper.plan.roles import WARPGROUP, backward_dq_pipelines, roles_of
 
 LOG2_E = math.log2(math.e)
 
@@ -143,35 +142,25 @@ class BackwardDqKernel:
             ),
             k=tma_pipeline(specs["k"], storage.bar_k, size["k"]),
             v=tma_pipeline(specs["v"], storage.bar_v, size["v"]),
-            tiles=TileMailbox(
-                thread_pipeline(specs["tile"], storage.bar_tile),
-                storage.slots.get_tensor(cute.make_layout((SLOT_INTS, TILE_SLOTS))),
-            ),
+            tiles=make_mailbox(specs["tile"], storage),
         )
 
 
 def placeholder_arguments(plan: BackwardDqPlan) -> tuple[Any, ...]:
-    """Arguments for `cute.compile`; alignment as in the forward."""
+    """Arguments for `cute.compile`."""
     dtype = ELEMENT_TYPES[plan.dtype]
-    batch, seqlen_q, seqlen_k, heads, heads_k = (cute.sym_int32() for _ in range(5))
-    hdim, hdimv = cute.sym_int32(divisibility=8), cute.sym_int32(divisibility=8)
-    rows = cute.sym_int32(divisibility=STATISTICS_ROWS)
-
-    def tensor(*shape: Any) -> Any:
-        strides = (*(cute.sym_int64(divisibility=8) for _ in range(3)), 1)
-        return make_fake_tensor(dtype, shape, strides, assumed_align=16)
-
-    statistics_strides = (*(cute.sym_int64(divisibility=STATISTICS_ROWS) for _ in range(3)), 1)
+    batch, seqlen_q, seqlen_k, heads, heads_k = (placeholders.size() for _ in range(5))
+    hdim, hdimv = placeholders.head_dim_size(), placeholders.head_dim_size()
     return (
-        tensor(batch, seqlen_q, heads, hdim),
-        tensor(batch, seqlen_k, heads_k, hdim),
-        tensor(batch, seqlen_k, heads_k, hdimv),
-        tensor(batch, seqlen_q, heads, hdimv),
-        tensor(batch, seqlen_q, heads, hdim),
-        make_fake_tensor(Float32, (2, batch, heads, rows), statistics_strides, assumed_align=16),
-        make_fake_tensor(Int32, (1,), (1,), assumed_align=4) if plan.scheduler == "dynamic" else None,
+        placeholders.heads_tensor(dtype, batch, seqlen_q, heads, hdim),
+        placeholders.heads_tensor(dtype, batch, seqlen_k, heads_k, hdim),
+        placeholders.heads_tensor(dtype, batch, seqlen_k, heads_k, hdimv),
+        placeholders.heads_tensor(dtype, batch, seqlen_q, heads, hdimv),
+        placeholders.heads_tensor(dtype, batch, seqlen_q, heads, hdim),
+        placeholders.statistics(batch, heads),
+        placeholders.tile_counter(plan.scheduler),
         Float32(1.0),
         Int32(1),
         Int32(1),
-        make_fake_stream(use_tvm_ffi_env_stream=True),
+        placeholders.stream(),
     )

@@ -12,7 +12,7 @@ from flash_hopper.device.dsl import ELEMENT_TYPES, Constexpr, Float32, Int32, co
 from flash_hopper.device.gemm import issue
 from flash_hopper.device.layouts import acc_as_operand_a, acc_as_rows, transposed
 from flash_hopper.device.masking import mask_columns
-from flash_hopper.device.pipelines import consumer_state
+from flash_hopper.device.pipelines import consumer_state, skip_stage
 from flash_hopper.device.registers import to_operand
 from flash_hopper.device.softmax import SoftmaxState, make_state, scale_rows, update
 from flash_hopper.geometry.blocks import KeyBlocks, key_blocks, visible_keys
@@ -187,18 +187,11 @@ class Consumer:
 
     @cute.jit
     def skip(self, pipes: Pipelines, k_state: Any, v_state: Any, wg: Int32) -> tuple[Any, Any]:
-        """A block in which this warpgroup has no visible key: free its stages, take the turn and pass it on.
-
-        The waits are needed: an arrival before the stage was filled could count for the round before.
-        """
+        """A block in which this warpgroup has no visible key: free its stages, take the turn and pass it on."""
         self.turns.wait(wg)
         self.turns.pass_on(wg)
-        pipes.k.consumer_wait(k_state)
-        pipes.k.consumer_release(k_state)
-        k_state.advance()
-        pipes.v.consumer_wait(v_state)
-        pipes.v.consumer_release(v_state)
-        v_state.advance()
+        k_state = skip_stage(pipes.k, k_state)
+        v_state = skip_stage(pipes.v, v_state)
         return k_state, v_state
 
     @cute.jit

@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+from flash_hopper.device import placeholders
 from flash_hopper.device.dsl import (
     ELEMENT_TYPES,
     Float32,
@@ -11,15 +12,14 @@ from flash_hopper.device.dsl import (
     cpasync,
     cuda,
     cute,
-    make_fake_stream,
     make_fake_tensor,
     make_trivial_tiled_mma,
     pipeline,
     warpgroup,
 )
 from flash_hopper.device.layouts import seqlen_major
-from flash_hopper.device.pipelines import thread_pipeline, tma_pipeline
-from flash_hopper.device.schedulers.mailbox import SLOT_INTS, TileMailbox
+from flash_hopper.device.pipelines import tma_pipeline
+from flash_hopper.device.schedulers.mailbox import make_mailbox
 from flash_hopper.device.schedulers.numbering import make_scheduler
 from flash_hopper.geometry.arith import ceil_div
 from flash_hopper.kernels.forward.args import ForwardArgs, ForwardAtoms, Pipelines
@@ -27,7 +27,7 @@ from flash_hopper.kernels.forward.consumer import Consumer
 from flash_hopper.kernels.forward.producer import Producer
 from flash_hopper.kernels.forward.storage import WG_ROWS, TileLayouts, allocate, shared_struct, tile_layouts
 from flash_hopper.plan.forward import ForwardPlan
-from flash_hopper.plan.roles import TILE_SLOTS, WARPGROUP, forward_pipelines, roles_of
+from flash_hopper.plan.roles import WARPGROUP, forward_pipelines, roles_of
 
 LOG2_E = math.log2(math.e)
 
@@ -148,39 +148,28 @@ class ForwardKernel:
             q=tma_pipeline(specs["q"], storage.bar_q, q_bytes),
             k=tma_pipeline(specs["k"], storage.bar_k, cute.size_in_bytes(dtype, tiles.k)),
             v=tma_pipeline(specs["v"], storage.bar_v, cute.size_in_bytes(dtype, tiles.v)),
-            tiles=TileMailbox(
-                thread_pipeline(specs["tile"], storage.bar_tile),
-                storage.slots.get_tensor(cute.make_layout((SLOT_INTS, TILE_SLOTS))),
-            ),
+            tiles=make_mailbox(specs["tile"], storage),
         )
 
 
 def placeholder_arguments(plan: ForwardPlan) -> tuple[Any, ...]:
-    """Arguments for `cute.compile`: sizes and strides are run-time values, equal sizes are checked at each call.
-
-    Strides but the last and the sizes of head dims are multiples of 8 elements, addresses multiples of 16 bytes.
-    """
+    """Arguments for `cute.compile`."""
     dtype = ELEMENT_TYPES[plan.dtype]
-    batch, seqlen_q, seqlen_k, heads, heads_k = (cute.sym_int32() for _ in range(5))
-    hdim, hdimv = cute.sym_int32(divisibility=8), cute.sym_int32(divisibility=8)
-
-    def tensor(*shape: Any) -> Any:
-        strides = (*(cute.sym_int64(divisibility=8) for _ in range(3)), 1)
-        return make_fake_tensor(dtype, shape, strides, assumed_align=16)
-
-    lse = make_fake_tensor(
-        Float32, (batch, heads, seqlen_q), (cute.sym_int64(), cute.sym_int64(), 1), assumed_align=4
-    ) if plan.has_lse else None  # fmt: skip
-    counter = make_fake_tensor(Int32, (1,), (1,), assumed_align=4) if plan.scheduler == "dynamic" else None
+    batch, seqlen_q, seqlen_k, heads, heads_k = (placeholders.size() for _ in range(5))
+    hdim, hdimv = placeholders.head_dim_size(), placeholders.head_dim_size()
+    lse = None
+    if plan.has_lse:
+        strides = (cute.sym_int64(), cute.sym_int64(), 1)
+        lse = make_fake_tensor(Float32, (batch, heads, seqlen_q), strides, assumed_align=4)
     return (
-        tensor(batch, seqlen_q, heads, hdim),
-        tensor(batch, seqlen_k, heads_k, hdim),
-        tensor(batch, seqlen_k, heads_k, hdimv),
-        tensor(batch, seqlen_q, heads, hdimv),
+        placeholders.heads_tensor(dtype, batch, seqlen_q, heads, hdim),
+        placeholders.heads_tensor(dtype, batch, seqlen_k, heads_k, hdim),
+        placeholders.heads_tensor(dtype, batch, seqlen_k, heads_k, hdimv),
+        placeholders.heads_tensor(dtype, batch, seqlen_q, heads, hdimv),
         lse,
-        counter,
+        placeholders.tile_counter(plan.scheduler),
         Float32(1.0),
         Int32(1),
         Int32(1),
-        make_fake_stream(use_tvm_ffi_env_stream=True),
+        placeholders.stream(),
     )

@@ -6,6 +6,7 @@ The accumulator holds, per query block, two pieces of 64 x 64 in the register or
 
 from typing import Any
 
+from flash_hopper.device import placeholders
 from flash_hopper.device.dsl import (
     ELEMENT_TYPES,
     Float32,
@@ -15,8 +16,6 @@ from flash_hopper.device.dsl import (
     cpasync,
     cuda,
     cute,
-    make_fake_stream,
-    make_fake_tensor,
     make_trivial_tiled_mma,
     warp,
 )
@@ -102,19 +101,12 @@ class PostprocessKernel:
 
 def placeholder_arguments(plan: PostprocessPlan) -> tuple[Any, ...]:
     """Arguments for `cute.compile`."""
-    dtype = ELEMENT_TYPES[plan.dtype]
-    batch, heads = cute.sym_int32(), cute.sym_int32()
-    strides = (*(cute.sym_int64(divisibility=8) for _ in range(3)), 1)
+    batch, heads = placeholders.size(), placeholders.size()
     return (
-        make_fake_tensor(
-            Float32,
-            (batch, heads, cute.sym_int32(divisibility=2 * DQ_PIECE)),
-            (cute.sym_int64(divisibility=2 * DQ_PIECE), cute.sym_int64(divisibility=2 * DQ_PIECE), 1),
-            assumed_align=16,
-        ),
-        make_fake_tensor(
-            dtype, (batch, cute.sym_int32(), heads, cute.sym_int32(divisibility=8)), strides, assumed_align=16
+        placeholders.accumulator(batch, heads),
+        placeholders.heads_tensor(
+            ELEMENT_TYPES[plan.dtype], batch, placeholders.size(), heads, placeholders.head_dim_size()
         ),
         Float32(1.0),
-        make_fake_stream(use_tvm_ffi_env_stream=True),
+        placeholders.stream(),
     )

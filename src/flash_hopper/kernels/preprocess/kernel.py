@@ -7,6 +7,7 @@ LSE = +inf, so that every later exp2(S - LSE) is 0 there, and D = 0.
 import math
 from typing import Any
 
+from flash_hopper.device import placeholders
 from flash_hopper.device.dsl import (
     ELEMENT_TYPES,
     Float32,
@@ -15,11 +16,10 @@ from flash_hopper.device.dsl import (
     cuda,
     cute,
     cutlass,
-    make_fake_stream,
     make_fake_tensor,
 )
 from flash_hopper.geometry.arith import ceil_div
-from flash_hopper.plan.backward import STATISTICS_ROWS, PreprocessPlan
+from flash_hopper.plan.backward import PreprocessPlan
 
 THREADS = 128
 VECTOR = 8  # elements of 16 bit in 16 bytes
@@ -126,35 +126,19 @@ class PreprocessKernel:
 def placeholder_arguments(plan: PreprocessPlan) -> tuple[Any, ...]:
     """Arguments for `cute.compile`."""
     dtype = ELEMENT_TYPES[plan.dtype]
-    batch, seqlen_q, heads = (cute.sym_int32() for _ in range(3))
-    hdimv, rows = cute.sym_int32(divisibility=8), cute.sym_int32(divisibility=STATISTICS_ROWS)
-
-    def tensor() -> Any:
-        strides = (*(cute.sym_int64(divisibility=8) for _ in range(3)), 1)
-        return make_fake_tensor(dtype, (batch, seqlen_q, heads, hdimv), strides, assumed_align=16)
+    batch, seqlen_q, heads = (placeholders.size() for _ in range(3))
+    hdimv = placeholders.head_dim_size()
 
     def per_row() -> Any:
         strides = tuple(cute.sym_int64() for _ in range(3))
         return make_fake_tensor(Float32, (batch, heads, seqlen_q), strides, assumed_align=4)
 
     return (
-        tensor(),
-        tensor(),
+        placeholders.heads_tensor(dtype, batch, seqlen_q, heads, hdimv),
+        placeholders.heads_tensor(dtype, batch, seqlen_q, heads, hdimv),
         per_row(),
         per_row() if plan.has_dlse else None,
-        make_fake_tensor(
-            Float32,
-            (2, batch, heads, rows),
-            (*(cute.sym_int64(divisibility=STATISTICS_ROWS) for _ in range(3)), 1),
-            assumed_align=16,
-        ),
-        make_fake_tensor(
-            Float32,
-            (batch, heads, cute.sym_int32(divisibility=64)),
-            (cute.sym_int64(divisibility=64), cute.sym_int64(divisibility=64), 1),
-            assumed_align=16,
-        )
-        if plan.cleared_hdim
-        else None,
-        make_fake_stream(use_tvm_ffi_env_stream=True),
+        placeholders.statistics(batch, heads),
+        placeholders.accumulator(batch, heads) if plan.cleared_hdim else None,
+        placeholders.stream(),
     )

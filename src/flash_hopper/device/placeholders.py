@@ -1,0 +1,50 @@
+"""Placeholder arguments for `cute.compile`: what a kernel relies on, checked at every call of the compiled function.
+
+Sizes and strides are run-time values; a symbol used twice is checked to be equal. Needs no GPU and no tensors.
+"""
+
+from typing import Any
+
+from flash_hopper.device.dsl import Float32, Int32, cute, make_fake_stream, make_fake_tensor
+from flash_hopper.plan.backward import DQ_PIECE, STATISTICS_ROWS
+
+
+def size() -> Any:
+    """Any size."""
+    return cute.sym_int32()
+
+
+def head_dim_size() -> Any:
+    """A head dim: a multiple of 8."""
+    return cute.sym_int32(divisibility=8)
+
+
+def heads_tensor(dtype: Any, *shape: Any) -> Any:
+    """(batch, seqlen, heads, head_dim) of 16 bit, as TMA wants it: last stride 1, others multiples of 8 elements, address
+    a multiple of 16 bytes."""
+    strides = (*(cute.sym_int64(divisibility=8) for _ in range(3)), 1)
+    return make_fake_tensor(dtype, shape, strides, assumed_align=16)
+
+
+def statistics(batch: Any, heads: Any) -> Any:
+    """(2, batch, heads, rows) float32 of the preprocess kernel."""
+    rows = cute.sym_int32(divisibility=STATISTICS_ROWS)
+    strides = (*(cute.sym_int64(divisibility=STATISTICS_ROWS) for _ in range(3)), 1)
+    return make_fake_tensor(Float32, (2, batch, heads, rows), strides, assumed_align=16)
+
+
+def accumulator(batch: Any, heads: Any) -> Any:
+    """(batch, heads, values) float32 in whole pieces of `DQ_PIECE`."""
+    values = cute.sym_int32(divisibility=DQ_PIECE)
+    strides = (*(cute.sym_int64(divisibility=DQ_PIECE) for _ in range(2)), 1)
+    return make_fake_tensor(Float32, (batch, heads, values), strides, assumed_align=16)
+
+
+def tile_counter(scheduler: str) -> Any:
+    """(1,) int32 of the dynamic scheduler; None for the static one."""
+    return make_fake_tensor(Int32, (1,), (1,), assumed_align=4) if scheduler == "dynamic" else None
+
+
+def stream() -> Any:
+    """torch's current stream, which the compiled function finds itself."""
+    return make_fake_stream(use_tvm_ffi_env_stream=True)
