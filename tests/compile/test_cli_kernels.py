@@ -80,7 +80,9 @@ def test_the_cache_commands_take_another_folder_and_want_one_if_the_cache_is_off
 
 
 def test_compile_wants_to_know_what_to_compile_and_names_the_choices():
-    with pytest.raises(ArgumentError, match=r"--preset paper.*--preset common.*--preset all.*--suite"):
+    with pytest.raises(
+        ArgumentError, match=r"--preset paper.*--preset common.*--preset training.*--preset all.*--suite"
+    ):
         run("compile")
     with pytest.raises(ArgumentError, match=f"preset must be one of {', '.join(PRESETS)}, got 'fast'"):
         run("compile", "--preset", "fast")
@@ -90,6 +92,8 @@ def test_presets_are_nested_and_a_suite_stands_for_all_that_it_runs():
     common, everything = set(preset_plans("common")), set(preset_plans("all"))
     assert set(preset_plans("paper")) < common < everything
     assert compile_command._plans("paper", None) == preset_plans("paper")
+    training = {plan.kind for plan in preset_plans("training")}
+    assert training == {"forward", "preprocess", "backward_dq", "backward_dkdv", "postprocess"}
     assert set(compile_command._plans(None, "forward")) == set(plans_of(suite("forward")))
     both = compile_command._plans("common", "forward")
     assert len(both) == len(set(both)) and set(both) == common | set(plans_of(suite("forward")))

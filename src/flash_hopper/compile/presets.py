@@ -1,8 +1,10 @@
 """Named sets of plans worth compiling ahead of time. Called by `flash-hopper compile` and the compile tests."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import product
 
+from flash_hopper.compile.key import Plan
+from flash_hopper.plan.backward import BackwardKernelPlan, BackwardRequest, plan_backward
 from flash_hopper.plan.forward import HDIM_STEP, ForwardPlan, plan_forward
 from flash_hopper.problem.attention import MAX_HEAD_DIM, AttentionProblem
 from flash_hopper.problem.dtypes import KERNEL_DTYPES, DType
@@ -19,12 +21,16 @@ _LENGTHS = (*range(64, 1025, 64), 2048, 4096, 8192, 16384)
 PRESETS = {
     "paper": "the forward kernels of the paper benchmark: bf16, head dims 64, 128, 256, full and causal",
     "common": "bf16 and fp16, head dims 64, 96, 128, 192, 256, full and causal, with and without log-sum-exp",
+    "training": "bf16, head dims 64, 96, 128, 192, 256 and 192/128, full and causal: the forward and every backward of it",
     "all": "as common, with every head dim after padding, and 192/128",
 }
 
 
-def preset_plans(name: str) -> list[ForwardPlan]:
+def preset_plans(name: str) -> Sequence[Plan]:
     """The plans of a preset, each once. Raises ArgumentError for a name that `PRESETS` lacks."""
+    if name == "training":
+        dims = [*((d, d) for d in COMMON_HEAD_DIMS), *ASYMMETRIC_HEAD_DIMS]
+        return [*forward_plans(dims, dtypes=(DType.BF16,), lse=(True,)), *backward_plans(dims, dtypes=(DType.BF16,))]
     if name == "paper":
         return forward_plans([(d, d) for d in PAPER_HEAD_DIMS], dtypes=(DType.BF16,), lse=(False,))
     if name == "common":
@@ -47,10 +53,29 @@ def forward_plans(
     return list(dict.fromkeys(plan_forward(_problem(*cell)) for cell in cells))
 
 
+def backward_plans(
+    head_dims: Iterable[tuple[int, int]],
+    *,
+    dtypes: Iterable[DType] = KERNEL_DTYPES,
+    causal: Iterable[bool] = (False, True),
+    grouped: Iterable[bool] = (False, True),
+    deterministic: Iterable[bool] = (False, True),
+) -> list[BackwardKernelPlan]:
+    """Every kernel of a backward that needs all gradients of out, for each (head_dim, head_dim_v) with each of the flags."""
+    plans: list[BackwardKernelPlan] = []
+    for dims, dtype, is_causal, is_grouped, is_deterministic in product(
+        head_dims, dtypes, causal, grouped, deterministic
+    ):
+        problem = _problem(dims, dtype, is_causal, True, False, _LENGTHS[-1], heads=2 if is_grouped else 1)
+        request = BackwardRequest(True, True, has_dlse=False, is_deterministic=is_deterministic)
+        plans += plan_backward(problem, request).kernels()
+    return list(dict.fromkeys(plans))
+
+
 def _problem(
-    dims: tuple[int, int], dtype: DType, causal: bool, lse: bool, negative_scale: bool, seqlen: int
+    dims: tuple[int, int], dtype: DType, causal: bool, lse: bool, negative_scale: bool, seqlen: int, heads: int = 1
 ) -> AttentionProblem:
     flags = {Feature.LSE: lse, Feature.NEGATIVE_SCALE: negative_scale}
     scale = -1.0 if negative_scale else 1.0
     features = frozenset(feature for feature, wanted in flags.items() if wanted)
-    return AttentionProblem(dtype, 1, seqlen, seqlen, 1, 1, *dims, scale, causal, 0, features)
+    return AttentionProblem(dtype, 1, seqlen, seqlen, heads, 1, *dims, scale, causal, 0, features)

@@ -147,6 +147,9 @@ class PostprocessPlan:
         return f"postprocess_{self.dtype}_{self.tile_m}x{self.tile_hdim}"
 
 
+BackwardKernelPlan = PreprocessPlan | BackwardDqPlan | BackwardDkdvPlan | PostprocessPlan
+
+
 @dataclass(frozen=True, slots=True)
 class BackwardPlans:
     """The kernels of one backward call, in launch order; None for those that it does not need.
@@ -161,6 +164,11 @@ class BackwardPlans:
     postprocess: PostprocessPlan | None
     postprocess_dk: PostprocessPlan | None = None
     postprocess_dv: PostprocessPlan | None = None
+
+    def kernels(self) -> tuple[BackwardKernelPlan, ...]:
+        """Those that are launched, in order."""
+        plans = (self.preprocess, self.dq, self.dkdv, self.postprocess, self.postprocess_dk, self.postprocess_dv)
+        return tuple(plan for plan in plans if plan is not None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,5 +24,4 @@ def _plans(shape: BenchShape) -> Iterator[Plan]:
         problem = shape.requested(return_lse=True, deterministic=is_deterministic)
         yield plan_forward(problem)
         request = BackwardRequest(needs_dq=True, needs_dkdv=True, has_dlse=False, is_deterministic=is_deterministic)
-        plans = plan_backward(problem, request)
-        yield from (p for p in (plans.preprocess, plans.dkdv, plans.dq, plans.postprocess) if p is not None)
+        yield from plan_backward(problem, request).kernels()

@@ -4,7 +4,7 @@ The grids are in `forward_cases` and `backward_cases`. Called by `cli/verify.py`
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import fields, replace
+from dataclasses import replace
 
 from flash_hopper.compile.key import Plan
 from flash_hopper.plan.backward import BackwardRequest, plan_backward
@@ -55,8 +55,7 @@ def backward_plans_of(case: Case) -> list[Plan]:
     if not case.is_backward or problem.has_no_output or problem.has_no_keys:
         return []
     request = BackwardRequest("q" in case.grads, case.grads != "q", case.dlse != "none", case.deterministic)
-    plans = plan_backward(problem, request)
-    return [plan for field in fields(plans) if (plan := getattr(plans, field.name)) is not None]
+    return list(plan_backward(problem, request).kernels())
 
 
 def plans_of(cases: Iterable[Case]) -> list[Plan]:
