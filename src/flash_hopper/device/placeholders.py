@@ -6,7 +6,7 @@ Sizes and strides are run-time values; a symbol used twice is checked to be equa
 from typing import Any
 
 from flash_hopper.device.dsl import Float32, Int32, cute, make_fake_stream, make_fake_tensor
-from flash_hopper.plan.backward import DQ_PIECE, STATISTICS_ROWS
+from flash_hopper.plan.backward import STATISTICS_ROWS
 
 
 def size() -> Any:
@@ -33,10 +33,10 @@ def statistics(batch: Any, heads: Any) -> Any:
     return make_fake_tensor(Float32, (2, batch, heads, rows), strides, assumed_align=16)
 
 
-def accumulator(batch: Any, heads: Any) -> Any:
-    """(batch, heads, values) float32 in whole pieces of `DQ_PIECE`."""
-    values = cute.sym_int32(divisibility=DQ_PIECE)
-    strides = (*(cute.sym_int64(divisibility=DQ_PIECE) for _ in range(2)), 1)
+def accumulator(batch: Any, heads: Any, multiple: int) -> Any:
+    """(batch, heads, values) float32; values and strides are multiples of `multiple`."""
+    values = cute.sym_int32(divisibility=multiple)
+    strides = (*(cute.sym_int64(divisibility=multiple) for _ in range(2)), 1)
     return make_fake_tensor(Float32, (batch, heads, values), strides, assumed_align=16)
 
 

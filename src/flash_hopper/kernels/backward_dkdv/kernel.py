@@ -197,7 +197,7 @@ def placeholder_arguments(plan: BackwardDkdvPlan) -> tuple[Any, ...]:
 
     def key_gradient(cols: Any) -> Any:
         if plan.adds_dkdv:
-            return placeholders.accumulator(batch, heads_k)
+            return placeholders.accumulator(batch, heads_k, DQ_PIECE)
         return placeholders.heads_tensor(dtype, batch, seqlen_k, heads_k, cols)
 
     return (
@@ -208,7 +208,7 @@ def placeholder_arguments(plan: BackwardDkdvPlan) -> tuple[Any, ...]:
         key_gradient(hdim),
         key_gradient(hdimv),
         placeholders.statistics(batch, heads),
-        placeholders.accumulator(batch, heads) if plan.adds_dq else None,
+        placeholders.accumulator(batch, heads, DQ_PIECE) if plan.adds_dq else None,
         placeholders.tile_counter(plan.scheduler),
         Float32(1.0),
         Int32(1),

@@ -103,7 +103,7 @@ def placeholder_arguments(plan: PostprocessPlan) -> tuple[Any, ...]:
     """Arguments for `cute.compile`."""
     batch, heads = placeholders.size(), placeholders.size()
     return (
-        placeholders.accumulator(batch, heads),
+        placeholders.accumulator(batch, heads, 2 * DQ_PIECE),
         placeholders.heads_tensor(
             ELEMENT_TYPES[plan.dtype], batch, placeholders.size(), heads, placeholders.head_dim_size()
         ),

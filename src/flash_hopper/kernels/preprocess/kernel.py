@@ -23,6 +23,7 @@ from flash_hopper.plan.backward import PreprocessPlan
 
 THREADS = 128
 VECTOR = 8  # elements of 16 bit in 16 bytes
+CLEARED_MULTIPLE = 64  # values of the accumulator come in multiples of this
 ROWS_PER_THREAD = 4  # so that 8 to 16 loads a thread are in flight
 LOG2_E = math.log2(math.e)
 
@@ -139,6 +140,6 @@ def placeholder_arguments(plan: PreprocessPlan) -> tuple[Any, ...]:
         per_row(),
         per_row() if plan.has_dlse else None,
         placeholders.statistics(batch, heads),
-        placeholders.accumulator(batch, heads) if plan.cleared_hdim else None,
+        placeholders.accumulator(batch, heads, CLEARED_MULTIPLE) if plan.cleared_hdim else None,
         placeholders.stream(),
     )
