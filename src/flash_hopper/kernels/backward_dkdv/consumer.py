@@ -140,7 +140,7 @@ class Consumer:
         """Prompt schedule, one query block from S to dV and dK."""
         args, atoms, shared, pipes = resources
         pipes.q.consumer_wait(at.q)
-        issue_s(atoms, scores, at.q)
+        issue_s(atoms, scores, at.q.index)
         pipes.do.consumer_wait(at.do)
         issue_dp(atoms, grads, at.do)
         warpgroup.wait_group(1)  # S
@@ -167,7 +167,7 @@ class Consumer:
         """Deferred schedule, set-up: P and dS of the first block."""
         args, atoms, shared, pipes = resources
         pipes.q.consumer_wait(at.q)
-        issue_s(atoms, scores, at.q)
+        issue_s(atoms, scores, at.q.index)
         pipes.do.consumer_wait(at.do)
         issue_dp(atoms, grads, at.do)
         warpgroup.wait_group(1)
@@ -188,7 +188,7 @@ class Consumer:
         args, atoms, shared, pipes = resources
         ahead = at.ahead()
         pipes.q.consumer_wait(ahead.q)
-        issue_s(atoms, scores, ahead.q)
+        issue_s(atoms, scores, ahead.q.index)
         pipes.do.consumer_wait(ahead.do)
         issue_dp(atoms, grads, ahead.do)
         issue_dv(atoms, scores, at.do)

@@ -86,9 +86,9 @@ def grad_side(plan: BackwardDkdvPlan, atoms: DkdvAtoms, shared: SharedTensors, b
     )
 
 
-def issue_s(atoms: DkdvAtoms, side: ScoreSide, q_state: Any) -> None:
-    """S^T = K Q^T."""
-    issue(atoms.mma_s, side.acc_S, side.tSrK, side.tSrQ[None, None, None, q_state.index], True)
+def issue_s(atoms: DkdvAtoms, side: ScoreSide, stage: Int32) -> None:
+    """S^T = K Q^T of the Q in `stage`."""
+    issue(atoms.mma_s, side.acc_S, side.tSrK, side.tSrQ[None, None, None, stage], True)
 
 
 def issue_dv(atoms: DkdvAtoms, side: ScoreSide, do_state: Any) -> None:

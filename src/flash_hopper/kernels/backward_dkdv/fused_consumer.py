@@ -106,7 +106,7 @@ class FusedConsumer:
         grads.acc_dK.fill(0.0)
         if const_expr(self.is_ahead):
             pipes.q.consumer_wait(at.q)
-            issue_s(atoms, scores, at.q)
+            issue_s(atoms, scores, at.q.index)
             warpgroup.wait_group(0)
         m_block = order.first
         for i in cutlass.range(total, unroll=1):
@@ -126,7 +126,7 @@ class FusedConsumer:
         ds_stage = i % 2
         if const_expr(not self.is_ahead):
             pipes.q.consumer_wait(at.q)
-            issue_s(atoms, scores, at.q)
+            issue_s(atoms, scores, at.q.index)
         pipes.do.consumer_wait(at.do)
         issue_dp(atoms, grads, at.do)
         if const_expr(not self.is_ahead):
@@ -150,7 +150,8 @@ class FusedConsumer:
         if const_expr(self.is_ahead):
             if has_next:
                 pipes.q.consumer_wait(ahead.q)
-            issue_s(atoms, scores, ahead.q)  # after the last block: old data, and nobody looks at the result
+            # after the last block this block's Q once more, whose result nobody looks at: the next stage may be loading
+            issue_s(atoms, scores, cutlass.select_(has_next, ahead.q.index, at.q.index))
         cute.arch.fence_proxy("async.shared", space="cta")  # dS, before wgmma reads it
         all_consumers_sync(2)  # ... that of both warpgroups; both are past the dQ that read the other buffer
         if const_expr(self.is_ahead):

@@ -68,7 +68,7 @@ class SplitConsumer:
                 m_block = order.after(m_block)
                 ahead = at.ahead()
                 pipes.q.consumer_wait(ahead.q)
-                issue_s(atoms, side, ahead.q)
+                issue_s(atoms, side, ahead.q.index)
                 pipes.do.consumer_wait(at.do)
                 issue_dv(atoms, side, at.do)
                 warpgroup.wait_group(1)  # S
@@ -102,7 +102,7 @@ class SplitConsumer:
         """S^T and P^T of a tile's first block."""
         args, atoms, shared, pipes = resources
         pipes.q.consumer_wait(at.q)
-        issue_s(atoms, side, at.q)
+        issue_s(atoms, side, at.q.index)
         warpgroup.wait_group(0)
         make_p(self.plan, args, shared, side.acc_S, view, at.q.index, m_block)
         pipes.q.consumer_release(at.q)
