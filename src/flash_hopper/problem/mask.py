@@ -29,10 +29,11 @@ class Mask:
 
     def simplified(self, seqlen_q: int, seqlen_k: int) -> "Mask":
         """The same mask for lengths up to these, without bounds that never cut anything."""
-        left = None if self.left is not None and self.left >= seqlen_k - 1 else self.left
-        right = None if self.right is not None and self.right >= seqlen_q - 1 else self.right
         # queries above the first key (p < 0) lie in a chunk without keys, so chunks matter to them unless causal
-        chunk = 0 if self.chunk >= seqlen_k and self.right == 0 else self.chunk
+        chunk = 0 if self.chunk >= seqlen_k and self.right == 0 else min(self.chunk, max(seqlen_k, 1))
+        keys, queries = (min(x, chunk) if chunk else x for x in (seqlen_k, seqlen_q))
+        left = None if self.left is not None and self.left >= keys - 1 else self.left
+        right = None if self.right is not None and self.right >= queries - 1 else self.right
         return Mask(left, right, chunk)
 
     def visible_range(self, row: int, seqlen_q: int, seqlen_k: int) -> range:
@@ -46,7 +47,37 @@ class Mask:
         return range(first, max(first, end))
 
     def visible_scores(self, seqlen_q: int, seqlen_k: int) -> int:
-        """How many (query, key) pairs of one head of one sequence are visible."""
-        if self.kind == "full":
-            return seqlen_q * seqlen_k
-        return sum(len(self.visible_range(row, seqlen_q, seqlen_k)) for row in range(seqlen_q))
+        """How many (query, key) pairs of one head of one sequence are visible; a closed form."""
+        first = seqlen_k - seqlen_q
+        if not self.chunk:
+            return self._scores(first, seqlen_k)
+        first = max(first, 0)
+        if first >= seqlen_k:
+            return 0
+        head, tail = first // self.chunk, (seqlen_k - 1) // self.chunk
+        if head == tail:
+            return self._scores(first - head * self.chunk, seqlen_k - head * self.chunk)
+        whole = (tail - head - 1) * self._scores(0, self.chunk)
+        return (
+            self._scores(first - head * self.chunk, self.chunk) + whole + self._scores(0, seqlen_k - tail * self.chunk)
+        )
+
+    def _scores(self, first: int, keys: int) -> int:
+        """Visible pairs of the diagonals first .. keys - 1 and the keys 0 .. keys - 1 of one chunk.
+
+        Diagonal p sees keys max(0, p - left) .. min(keys, p + right + 1) - 1, as many as (p + right + 1)+ - (p + right + 1 -
+        keys)+ - (p - left)+ with x+ = max(x, 0), for any p < keys.
+        """
+        right = keys - first if self.right is None else self.right
+        left = keys if self.left is None else self.left
+        return (
+            _ramp_sum(first + right + 1, keys + right)
+            - _ramp_sum(first + right + 1 - keys, right)
+            - _ramp_sum(first - left, keys - 1 - left)
+        )
+
+
+def _ramp_sum(first: int, last: int) -> int:
+    """The sum of max(x, 0) over x = first .. last."""
+    first, last = max(first, 1), max(last, 0)
+    return (first + last) * (last - first + 1) // 2
