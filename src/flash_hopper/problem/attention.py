@@ -24,10 +24,11 @@ from flash_hopper.problem.dtypes import DType
 from flash_hopper.problem.errors import ArgumentError, DTypeError
 from flash_hopper.problem.features import Feature
 from flash_hopper.problem.mask import Mask
-from flash_hopper.problem.ragged import SideLengths, Ragged, check_layout, checked_ragged
+from flash_hopper.problem.ragged import Ragged, SideLengths, check_layout, checked_ragged
 from flash_hopper.problem.tensor import TensorSpec
 
 MIN_HEAD_DIM, MAX_HEAD_DIM, HEAD_DIM_STEP = 8, 256, 8
+LONGEST = 2**31 - 1  # no sequence has more rows: offsets and lengths are int32
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +60,10 @@ class AttentionOptions:
 class AttentionProblem:
     """One attention request in canonical form; every field was checked.
 
-    `softmax_scale` multiplies q k^T; it is finite and may be zero or negative. `mask` is what was asked, not simplified for
-    the lengths. `features` lists what the request needs beyond plain full attention with equal heads and head dims.
-    `ragged` is None for a dense batch. For a ragged one `batch` is the number of sequences, and `seqlen_q`, `seqlen_k` bound
-    the length of each: the padded size, or all rows if packed.
+    `softmax_scale` multiplies q k^T; it is finite and may be zero or negative. `mask` is what was asked, not simplified
+    for the lengths. `features` lists what the request needs beyond plain full attention with equal heads and head dims.
+    `ragged` is None for a dense batch. For a ragged one `batch` is the number of sequences, and `seqlen_q`, `seqlen_k`
+    bound the length of each: the padded size, or all rows if packed.
     """
 
     dtype: DType
@@ -166,10 +167,10 @@ def varlen_problem(
     """Check a ragged call and return its canonical form; at least one of the four length tensors is given.
 
     q: (total_q, heads, head_dim) with cu_seqlens_q, else (batch, seqlen_q, heads, head_dim); k, v likewise with
-    cu_seqlens_k; out, if given, like q with head_dim_v. cu_seqlens_*: (batch + 1,) int32; seqused_*: (batch,) int32; all on
-    the device of q and contiguous. max_seqlen_*: None or an int >= 0, no tensor on a GPU. The values in tensors are not
-    looked at: cu_seqlens must start at 0, not decrease and end within the rows, and seqused must fit the space of its
-    sequence. Raises ArgumentError, DTypeError or DeviceError, naming the argument.
+    cu_seqlens_k; out, if given, like q with head_dim_v. cu_seqlens_*: (batch + 1,) int32; seqused_*: (batch,) int32;
+    all on the device of q and contiguous. max_seqlen_*: None or an int >= 0, no tensor on a GPU. The values in tensors
+    are not looked at: cu_seqlens must start at 0, not decrease and end within the rows, and seqused must fit the space
+    of its sequence. Raises ArgumentError, DTypeError or DeviceError, naming the argument.
     """
     lengths_q = SideLengths("q", cu_seqlens_q, seqused_q, max_seqlen_q)
     lengths_k = SideLengths("k", cu_seqlens_k, seqused_k, max_seqlen_k)
@@ -191,10 +192,12 @@ def varlen_problem(
 def requested_mask(options: AttentionOptions) -> Mask:
     """The mask that `causal`, `window_size` and `attention_chunk` ask for together; causal sets the right end to 0.
 
-    Raises ArgumentError or DTypeError for a window or chunk that is none.
+    Sizes that reach past any sequence are cut to `LONGEST`. Raises ArgumentError or DTypeError for a window or chunk
+    that is none.
     """
     left, right = _window(options.window_size)
-    return Mask(left, 0 if options.causal else right, checked_int("attention_chunk", options.attention_chunk, 0))
+    chunk = checked_int("attention_chunk", options.attention_chunk, 0)
+    return Mask(left, 0 if options.causal else right, min(chunk, LONGEST))
 
 
 def requested_features(options: AttentionOptions) -> set[Feature]:
@@ -293,9 +296,12 @@ def _softmax_scale(scale: float | None, head_dim: int) -> float:
 def _window(window: Any) -> tuple[int | None, int | None]:
     if not isinstance(window, tuple | list) or len(window) != 2:
         raise ArgumentError(f"window_size must be a pair (left, right), got {window!r}")
-    ends = (
+    left, right = (
         None if size is None else checked_int(f"window_size {side}", size, -1)
         for side, size in zip(("left", "right"), window, strict=True)
     )
-    left, right = (None if size == -1 else size for size in ends)
-    return left, right
+    return _bounded(left), _bounded(right)
+
+
+def _bounded(size: int | None) -> int | None:
+    return None if size is None or size == -1 or size >= LONGEST else size

@@ -65,8 +65,8 @@ class Mask:
     def _scores(self, first: int, keys: int) -> int:
         """Visible pairs of the diagonals first .. keys - 1 and the keys 0 .. keys - 1 of one chunk.
 
-        Diagonal p sees keys max(0, p - left) .. min(keys, p + right + 1) - 1, as many as (p + right + 1)+ - (p + right + 1 -
-        keys)+ - (p - left)+ with x+ = max(x, 0), for any p < keys.
+        Diagonal p sees keys max(0, p - left) .. min(keys, p + right + 1) - 1. With x+ = max(x, 0) these are, for any p
+        < keys, (p + right + 1)+ - (p + right + 1 - keys)+ - (p - left)+.
         """
         right = keys - first if self.right is None else self.right
         left = keys if self.left is None else self.left
@@ -75,6 +75,9 @@ class Mask:
             - _ramp_sum(first + right + 1 - keys, right)
             - _ramp_sum(first - left, keys - 1 - left)
         )
+
+
+FULL = Mask()
 
 
 def _ramp_sum(first: int, last: int) -> int:

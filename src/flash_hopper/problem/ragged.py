@@ -1,9 +1,10 @@
 """Batches whose sequences have different lengths: how they lie in memory, and the checks of what describes them.
 
 Each side, queries and keys, is either packed, (total rows, heads, head_dim) with the sequences one after another as
-`cu_seqlens` says, or a padded batch, (batch, seqlen, heads, head_dim). The length of sequence b is seqused[b] if given, else
-cu_seqlens[b + 1] - cu_seqlens[b], else the padded size; a packed one starts at row cu_seqlens[b]. Rows that belong to no
-sequence are never read, and give out = 0, lse = -inf and zero gradients. `attention.py` builds problems from this.
+`cu_seqlens` says, or a padded batch, (batch, seqlen, heads, head_dim). The length of sequence b is seqused[b] if given,
+else cu_seqlens[b + 1] - cu_seqlens[b], else the padded size; a packed one starts at row cu_seqlens[b]. Rows that belong
+to no sequence are never read, and give out = 0, lse = -inf and zero gradients. `attention.py`
+builds problems from this.
 """
 
 from dataclasses import dataclass
@@ -118,10 +119,11 @@ def _number_of_sequences(q: TensorSpec, k: TensorSpec, lengths_q: SideLengths, l
             told[f"{own.cu_seqlens.name} of shape {own.cu_seqlens.shape} (batch + 1)"] = own.cu_seqlens.shape[0] - 1
         if own.seqused is not None:
             told[f"{own.seqused.name} of shape {own.seqused.shape} (batch)"] = own.seqused.shape[0]
-    if len(set(told.values())) > 1:
+    batch, *others = told.values()
+    if any(other != batch for other in others):  # not by a set: sizes in a traced call cannot be hashed
         numbers = ", ".join(f"{size} by {name}" for name, size in told.items())
         raise ArgumentError(f"arguments disagree on the number of sequences: {numbers}")
-    return next(iter(told.values()))
+    return batch
 
 
 def _hint(lengths: SideLengths) -> int | None:
