@@ -224,13 +224,13 @@ SMALL = BenchShape("paper", DType.BF16, 32, 48, True, 40, 56, 2, 4, 2)
 
 
 def exact(inputs, shape):
-    out, _ = naive.attention(inputs.q, inputs.k, inputs.v, softmax_scale=shape.d**-0.5, causal=shape.causal)
+    out, _ = naive.attention(inputs.q, inputs.k, inputs.v, softmax_scale=shape.d**-0.5, mask=shape.problem.mask)
     return out.to(inputs.q.dtype)
 
 
 def exact_gradients(inputs, shape):
     leaves = [t.double().requires_grad_() for t in (inputs.q, inputs.k, inputs.v)]
-    out, _ = naive.attention(*leaves, softmax_scale=shape.d**-0.5, causal=shape.causal)
+    out, _ = naive.attention(*leaves, softmax_scale=shape.d**-0.5, mask=shape.problem.mask)
     return tuple(g.to(inputs.q.dtype) for g in torch.autograd.grad(out, leaves, inputs.dout.double()))
 
 

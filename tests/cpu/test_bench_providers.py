@@ -26,7 +26,7 @@ LONG = BenchShape("paper", DType.BF16, 16, 16, False, 2048, 2048, 1, 2, 1)
 def attend(inputs, shape):
     """out, lse and the gradients of q, k, v in float64."""
     leaves = [t.double().requires_grad_() for t in (inputs.q, inputs.k, inputs.v)]
-    out, lse = naive.attention(*leaves, softmax_scale=shape.d**-0.5, causal=shape.causal)
+    out, lse = naive.attention(*leaves, softmax_scale=shape.d**-0.5, mask=shape.problem.mask)
     gradients = torch.autograd.grad(out, leaves, inputs.dout.double())
     return out.detach(), lse.detach(), gradients
 

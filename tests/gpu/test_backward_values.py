@@ -35,7 +35,7 @@ def test_the_backward_suite_passes(case, device):
 
 def assert_right(results, inputs, case):
     out, _, *found = results
-    options = {"softmax_scale": case.problem().softmax_scale, "causal": case.causal}
+    options = {"softmax_scale": case.problem().softmax_scale, "mask": case.mask}
     expected = expect_gradients(inputs.q, inputs.k, inputs.v, out, inputs.dout, inputs.dlse, **options)
     for name, got in zip(("dq", "dk", "dv"), found, strict=True):
         result = compare(name, got, *expected[name])

@@ -4,6 +4,7 @@ Checked are values against float64 (out and lse by `testing.compare`, gradients 
 dtypes, that `out=` is what is returned, that nothing around it was written, that the inputs, dout and dlse and their
 surroundings are unchanged, and that repeated calls give the same bits (gradients: with deterministic=True; otherwise
 every call's are compared with float64). Memory that the call allocates with torch starts as NaN, like a given `out`.
+In a ragged call rows that no sequence uses hold NaN in every input; results are checked there as well.
 Called by `cli/verify.py` and `tests/`.
 """
 
@@ -15,14 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_hopper.api import flash_attn_func
+from flash_hopper.api import flash_attn_func, flash_attn_varlen_func
 from flash_hopper.testing.cases import Case
 from flash_hopper.testing.compare import Comparison, Target, compare, expect
 from flash_hopper.testing.gradients import expect_gradients
 from flash_hopper.testing.inputs import Inputs, make_inputs
+from flash_hopper.testing.ragged_targets import Call, expect_ragged, expect_ragged_gradients
 
 Attention = Callable[..., Any]
-"""Something with the signature of `flash_hopper.flash_attn_func`."""
+"""Something with the signature of `flash_hopper.flash_attn_func`, or of `flash_attn_varlen_func` for ragged cases."""
 
 Results = dict[str, Tensor]
 """What a call gave: out, lse if it was returned, and dq, dk, dv as far as they were asked for."""
@@ -52,11 +54,12 @@ def run_case(
 ) -> CaseResult:
     """Run `case` on `device` and check it; with `repeat` > 1 also that all calls give the same bits.
 
-    `function` is called like `flash_hopper.flash_attn_func`, which is the default. An exception, whatever it is,
+    `function` is called like `flash_hopper.flash_attn_func`, which is the default, or, for a ragged case, like
+    `flash_attn_varlen_func`. An exception, whatever it is,
     makes the case fail with its text.
     """
     try:
-        found = _checked(case, torch.device(device), function or flash_attn_func, repeat)
+        found = _checked(case, torch.device(device), function or _public_function(case), repeat)
     except Exception as error:
         text = str(error) if isinstance(error, _Broken) else f"{type(error).__name__}: {error}"
         return CaseResult(case, False, " ".join(text.split()), torch.inf, torch.inf)
@@ -120,9 +123,20 @@ def _checked(case: Case, device: torch.device, function: Attention, repeat: int)
     return found
 
 
+def _public_function(case: Case) -> Attention:
+    return flash_attn_varlen_func if case.is_ragged else flash_attn_func
+
+
 def _expected(case: Case, inputs: Inputs, out: Tensor) -> dict[str, Target]:
     """What float64 gives for each result, with the error allowed; gradients for the out that was returned."""
-    options: dict[str, Any] = {"softmax_scale": case.problem().softmax_scale, "causal": case.causal}
+    problem = case.problem()
+    if case.is_ragged:
+        call = Call(
+            inputs.q, inputs.k, inputs.v, case.side("q"), case.side("k"), problem.softmax_scale, problem.mask
+        )  # fmt: skip
+        gradients = expect_ragged_gradients(call, out, inputs.dout, inputs.dlse) if case.is_backward else {}
+        return expect_ragged(call) | gradients
+    options: dict[str, Any] = {"softmax_scale": problem.softmax_scale, "mask": problem.mask}
     right = expect(inputs.q, inputs.k, inputs.v, **options)
     expected = {"out": Target(right.out, right.out_allowed), "lse": Target(right.lse, right.lse_allowed)}
     if case.is_backward:
@@ -136,11 +150,8 @@ def _call(case: Case, inputs: Inputs, function: Attention) -> Results:
         x.detach().requires_grad_() if case.is_backward and name in case.grads else x
         for name, x in zip("qkv", (inputs.q, inputs.k, inputs.v), strict=True)
     )
-    given: dict[str, Any] = {"out": inputs.out} if case.give_out else {}
-    if case.deterministic:
-        given["deterministic"] = True
     with nan_allocations():
-        result = function(q, k, v, case.scale, causal=case.causal, return_lse=case.return_lse, **given)
+        result = function(q, k, v, *_lengths(case, inputs), **call_options(case, inputs))
         results = _unpacked(case, result)
         if case.is_backward:
             results |= _gradients(case, inputs, results, {"q": q, "k": k, "v": v})
@@ -149,6 +160,43 @@ def _call(case: Case, inputs: Inputs, function: Attention) -> Results:
     results = {name: x.detach() for name, x in results.items()}
     _check_alike(case, inputs, results)
     return results
+
+
+def _lengths(case: Case, inputs: Inputs) -> tuple[Any, ...]:
+    """What stands behind q, k and v: the scale, or what makes a call ragged."""
+    if not case.is_ragged:
+        return (case.scale,)
+    hints = (max_seqlen(case, side, inputs.q.device) for side in ("q", "k"))
+    return inputs.lengths.get("cu_seqlens_q"), inputs.lengths.get("cu_seqlens_k"), *hints
+
+
+def max_seqlen(case: Case, side: str, device: torch.device) -> Any:
+    """max_seqlen_q or max_seqlen_k as the case gives it."""
+    value = case.hinted(side)
+    if case.hint == "none":
+        return None
+    if case.hint == "numpy":
+        return torch.tensor(value).numpy()[()]  # numpy's own integer
+    if case.hint in ("host", "device"):
+        return torch.tensor(value, dtype=torch.int32, device=device if case.hint == "device" else "cpu")
+    return value
+
+
+def call_options(case: Case, inputs: Inputs) -> dict[str, Any]:
+    """The keyword arguments of the call; none but those that the case is about."""
+    given: dict[str, Any] = {"causal": case.causal, "return_lse": case.return_lse}
+    if case.give_out:
+        given["out"] = inputs.out
+    if case.deterministic:
+        given["deterministic"] = True
+    if (case.left, case.right) != (None, None):
+        given["window_size"] = (case.left, case.right)
+    if case.chunk:
+        given["attention_chunk"] = case.chunk
+    if case.is_ragged:
+        given["softmax_scale"] = case.scale
+        given |= {name: x for name, x in inputs.lengths.items() if name.startswith("seqused")}
+    return given
 
 
 def _unpacked(case: Case, result: Any) -> Results:
@@ -175,7 +223,7 @@ def _check_alike(case: Case, inputs: Inputs, results: Results) -> None:
     for name, x in results.items():
         want: tuple[Any, ...] = shapes.get(name), dtype, device
         if name == "lse":
-            want = (case.batch, case.heads, case.seqlen_q), wide, device
+            want = case.lse_shape, wide, device
         if (tuple(x.shape), x.dtype, x.device) != want:
             raise _Broken(f"{name} is {(tuple(x.shape), x.dtype, x.device)}, expected {want}")
     out = results["out"]
