@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from flash_hopper.device.dsl import ELEMENT_TYPES, Int32, Int64, SmemAllocator, cute
 from flash_hopper.device.layouts import stacked, tile_layout
-from flash_hopper.device.schedulers.mailbox import SLOT_INTS
+from flash_hopper.device.schedulers.mailbox import slot_ints
 from flash_hopper.kernels.forward.args import SharedTensors
 from flash_hopper.plan.budget import check_shared_memory
 from flash_hopper.plan.forward import ForwardPlan
@@ -67,7 +67,7 @@ def shared_struct(plan: ForwardPlan) -> Any:
         bar_k: tensor[Int64, 2 * specs["k"].stages]
         bar_v: tensor[Int64, 2 * specs["v"].stages]
         bar_tile: tensor[Int64, 2 * specs["tile"].stages]
-        slots: align[tensor[Int32, SLOT_INTS * specs["tile"].stages], 16]
+        slots: align[tensor[Int32, slot_ints(plan.is_ragged) * specs["tile"].stages], 16]
         sQ: align[tensor[dtype, q * wgs * plan.q_stages], SWIZZLE_ALIGN]
         sK: align[tensor[dtype, k * stages], SWIZZLE_ALIGN]
         sV: align[tensor[dtype, v * stages], SWIZZLE_ALIGN]

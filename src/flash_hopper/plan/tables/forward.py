@@ -52,12 +52,12 @@ def choose_row(hdim: int, hdimv: int) -> Row:
     return next(r for r in ROWS if hdim <= r.hdim and hdimv <= r.hdimv)
 
 
-def choose_tile(hdim: int, hdimv: int, is_causal: bool, seqlen_q: int) -> Tile:
-    """The tile for padded head dims, a mask and a query length."""
+def choose_tile(hdim: int, hdimv: int, is_masked: bool, seqlen_q: int) -> Tile:
+    """The tile for padded head dims, with or without a mask, and a query length."""
     row = choose_row(hdim, hdimv)
     if row.short is None:
         return row.tile
-    if is_causal and seqlen_q <= row.causal_short_to:
+    if is_masked and seqlen_q <= row.causal_short_to:
         return row.short
     padded, padded_short = round_up(seqlen_q, row.tile.m), round_up(seqlen_q, row.short.m)
     return row.short if padded > SHORT_TILE_GAIN * padded_short else row.tile
