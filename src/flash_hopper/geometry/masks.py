@@ -7,6 +7,7 @@ chunks, lie in the chunk of p. Both ends of both intervals grow with the row or 
 from typing import NamedTuple
 
 from flash_hopper.geometry.arith import Int, maximum, minimum
+from flash_hopper.problem.mask import Mask
 
 UNBOUNDED = 2**29  # a bound that cuts nothing: sequences are shorter, and sums of bounds and lengths fit 32 bits
 
@@ -60,3 +61,11 @@ def visible_queries(key: Int, lengths: Lengths, mask: MaskBounds) -> Interval:
         chunk = key // mask.chunk * mask.chunk
         first, end = maximum(first, chunk), minimum(end, chunk + mask.chunk)
     return Interval(first - shift, minimum(end, lengths.k) - shift)
+
+
+def kernel_bounds(mask: Mask) -> tuple[int | None, int | None, int | None]:
+    """left, right and chunk as kernels take them: run-time values of windows and chunks, absent for other masks."""
+    if mask.kind in ("full", "causal"):
+        return None, None, None
+    left, right = (UNBOUNDED if bound is None else bound for bound in (mask.left, mask.right))
+    return left, right, mask.chunk

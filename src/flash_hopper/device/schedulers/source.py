@@ -167,4 +167,3 @@ class RaggedTiles:
         else:
             values[1] = seqlen_k if first < seqlen_q else Int32(0)
         return RaggedTile(Int32(coord.block), Int32(coord.head), sequence, *values)
-

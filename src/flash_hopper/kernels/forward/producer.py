@@ -6,7 +6,7 @@ V stages keep rolling over tile boundaries, so the next tile's first loads run d
 
 from typing import Any
 
-from flash_hopper.device.dsl import Int32, cute, cutlass
+from flash_hopper.device.dsl import cute, cutlass
 from flash_hopper.device.pipelines import load, partition, producer_state
 from flash_hopper.device.schedulers.source import DenseTiles, RaggedTiles
 from flash_hopper.device.sequences import make_batch
