@@ -7,6 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flash_hopper.geometry.blocks import key_blocks
+from flash_hopper.geometry.masks import UNBOUNDED, Lengths, MaskBounds
 from flash_hopper.plan.backward import (
     DQ_PIECE,
     STATISTICS_ROWS,
@@ -34,6 +36,9 @@ from flash_hopper.problem.tensor import TensorSpec
 
 HEAD_DIMS = range(8, 257, 8)
 BOTH = (False, True)
+PLAIN = ({}, {"causal": True})
+WINDOWED = ({"window_size": (200, 100)}, {"window_size": (None, 100)}, {"causal": True, "attention_chunk": 256})
+ROW_DIMS = (64, 128, 192, 256)
 REQUESTS = [
     BackwardRequest(needs_dq, needs_dkdv, has_dlse, is_deterministic)
     for needs_dq, needs_dkdv, has_dlse, is_deterministic in product(BOTH, BOTH, BOTH, BOTH)
@@ -59,10 +64,12 @@ def kernels_of(plans: BackwardPlans) -> list:
 
 @pytest.fixture(scope="module")
 def every() -> list[tuple[AttentionProblem, BackwardRequest, BackwardPlans]]:
-    """Every pair of head dims with both masks, equal and grouped heads, and everything that may be asked."""
+    """Every pair of head dims, full and causal, some of them with windows and chunks, equal and grouped heads, and
+    everything that may be asked."""
     found = []
-    for d, dv, causal, heads_k in product(HEAD_DIMS, HEAD_DIMS, BOTH, (4, 2)):
-        asked = problem(d, dv, causal=causal, heads_k=heads_k)
+    calls = [*product(HEAD_DIMS, HEAD_DIMS, PLAIN, (4, 2)), *product(ROW_DIMS, ROW_DIMS, WINDOWED, (4, 2))]
+    for d, dv, mask, heads_k in calls:
+        asked = problem(d, dv, heads_k=heads_k, **mask)
         found += [(asked, request, plan_backward(asked, request)) for request in REQUESTS]
     return found
 
@@ -131,8 +138,8 @@ def test_kernels_of_a_call_agree_on_dtype_mask_and_head_dims(every):
             assert plan.dtype is asked.dtype
         for plan in (plans.dkdv, plans.dq):
             if plan is not None:
-                assert plan.is_causal == asked.causal
-                assert plan.scheduler == ("dynamic" if asked.causal else "static")
+                assert plan.mask == asked.mask.kind
+                assert plan.scheduler == ("static" if plan.mask == "full" else "dynamic")
                 assert asked.head_dim <= plan.tile_hdim
                 assert asked.head_dim_v <= plan.tile_hdimv
 
@@ -239,11 +246,26 @@ def test_sizes_that_are_run_time_values_do_not_change_the_plans(data):
         batch=batch,
         heads=factor * asked.heads,
         heads_k=factor * asked.heads_k,
-        seqlen_q=data.draw(st.integers(1, 20_000)),
+        seqlen_q=data.draw(st.integers(2, 20_000)),  # of one query causal leaves nothing out
         seqlen_k=data.draw(st.integers(1, 20_000)),
         softmax_scale=data.draw(st.floats(-10, 10)),
     )
     assert plan_backward(asked, request) == plan_backward(other, request)
+
+
+@given(st.data())
+def test_what_a_warpgroup_visits_lies_within_what_its_tile_loads_and_skips_count_blocks(data):
+    """The query-parallel kernel loads the tile's key blocks; a warpgroup skips those before its own and those after."""
+    lengths = Lengths(data.draw(st.integers(1, 700)), data.draw(st.integers(0, 700)))
+    kind = data.draw(st.sampled_from(["full", "causal", "local", "chunk"]))
+    bound = st.integers(0, 300) | st.just(UNBOUNDED)
+    mask = MaskBounds(kind, data.draw(bound), data.draw(bound), data.draw(st.integers(1, 300)))
+    tile = data.draw(st.sampled_from([tile for *_, full, masked in DQ_ROWS for tile in (full, masked)]))
+    for row in range(0, lengths.q, tile.m):
+        whole = key_blocks(row, tile.m, lengths, tile.n, mask)
+        for first in range(row, row + tile.m, 64):
+            own = key_blocks(first, 64, lengths, tile.n, mask)
+            assert whole.start <= own.start < own.end <= whole.end
 
 
 def test_rows_of_the_tables_are_in_order_and_end_with_the_largest_head_dims():

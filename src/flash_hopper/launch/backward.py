@@ -13,11 +13,13 @@ import torch
 
 from flash_hopper.compile.store import get_kernel
 from flash_hopper.geometry.arith import round_up
+from flash_hopper.geometry.masks import UNBOUNDED
 from flash_hopper.geometry.tiles import heads_per_section
 from flash_hopper.launch.device import device_facts, tile_counter
 from flash_hopper.launch.tensors import addressable
 from flash_hopper.plan.backward import STATISTICS_ROWS, BackwardPlans, BackwardRequest, plan_backward
 from flash_hopper.problem.attention import AttentionProblem
+from flash_hopper.problem.mask import Mask
 
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 Kernel = Callable[..., Any]
@@ -32,6 +34,7 @@ class PreparedBackward:
     plans: BackwardPlans
     device_index: int
     ctas: int
+    mask: Mask  # simplified
     preprocess: Kernel | None
     dkdv: Kernel | None
     dq: Kernel | None
@@ -67,8 +70,12 @@ class PreparedBackward:
         p = self.problem
         self.preprocess(out, dout, lse, dlse, statistics, accumulator)
         if self.dq is not None:
-            section = heads_per_section(p.seqlen_k * _row_bytes(p), p.causal, p.heads, p.batch, p.qhead_per_kvhead)
-            self.dq(q, k, v, dout, dq, statistics, self._counter(), p.softmax_scale, self.ctas, section)
+            section = heads_per_section(
+                p.seqlen_k * _row_bytes(p), self._is_masked, p.heads, p.batch, p.qhead_per_kvhead
+            )
+            self.dq(
+                q, k, v, dout, dq, statistics, self._counter(), *self._bounds(), p.softmax_scale, self.ctas, section
+            )
         if dk is not None and dv is not None:
             self._run_dkdv(q, k, v, dout, dk, dv, statistics, accumulator)
         if self.postprocess is not None:
@@ -97,10 +104,10 @@ class PreparedBackward:
                 for cols in (plan.tile_hdim, plan.tile_hdimv)
             )
         heads, group = (p.heads, 1) if plan.adds_dkdv else (p.heads_k, p.qhead_per_kvhead)
-        section = heads_per_section(p.seqlen_q * group * _row_bytes(p), p.causal, heads, p.batch, 1)
+        section = heads_per_section(p.seqlen_q * group * _row_bytes(p), self._is_masked, heads, p.batch, 1)
         self.dkdv(
-            q, k, v, dout, dk_target, dv_target, statistics, accumulator, self._counter(), p.softmax_scale, self.ctas,
-            section,
+            q, k, v, dout, dk_target, dv_target, statistics, accumulator, self._counter(), *self._bounds(),
+            p.softmax_scale, self.ctas, section,
         )  # fmt: skip
         if self.postprocess_dk is not None and self.postprocess_dv is not None:
             self.postprocess_dk(dk_target, dk, p.softmax_scale)
@@ -116,8 +123,20 @@ class PreparedBackward:
         shape = (p.batch, p.heads, rows * dkdv.tile_hdim)
         return statistics, torch.empty(shape, dtype=torch.float32, device=q.device)
 
+    @property
+    def _is_masked(self) -> bool:
+        """Tiles differ in length."""
+        return self.mask.kind != "full"
+
     def _counter(self) -> torch.Tensor | None:
-        return tile_counter(self.device_index) if self.problem.causal else None
+        return tile_counter(self.device_index) if self._is_masked else None
+
+    def _bounds(self) -> tuple[int | None, int | None, int | None]:
+        """left, right and chunk as the kernels take them."""
+        if self.mask.kind in ("full", "causal"):
+            return None, None, None
+        left, right = (UNBOUNDED if bound is None else bound for bound in (self.mask.left, self.mask.right))
+        return left, right, self.mask.chunk
 
 
 def _row_bytes(p: AttentionProblem) -> int:
@@ -143,6 +162,7 @@ def prepare_backward(problem: AttentionProblem, request: BackwardRequest, device
         plans=plans,
         device_index=device_index,
         ctas=max(1, device_facts(device_index).sm_count - problem.sm_margin),
+        mask=problem.mask.simplified(problem.seqlen_q, problem.seqlen_k),
         preprocess=kernel(plans.preprocess),
         dkdv=kernel(plans.dkdv),
         dq=kernel(plans.dq),

@@ -13,14 +13,15 @@ from flash_hopper.geometry.arith import round_up
 from flash_hopper.plan.forward import HDIM_STEP
 from flash_hopper.plan.tables.backward import (
     DkdvTile,
-    DqTile,
     choose_dkdv_tile,
     choose_dq_tile,
     choose_fused_tile,
 )
 from flash_hopper.problem.attention import AttentionProblem
 from flash_hopper.problem.dtypes import DType
+from flash_hopper.problem.mask import MaskKind
 
+WINDOWED = ("local", "chunk")
 PIECE_COLS = 64
 DQ_PIECE = 64 * PIECE_COLS  # dQ is added up in pieces of 64 x 64 float32 values
 STATISTICS_ROWS = 16  # rows of the statistics are padded to a multiple of this and of the key-parallel kernel's tile_m
@@ -60,9 +61,14 @@ class BackwardDqPlan:
     v_stages: int
     has_pingpong: bool
     scheduler: Literal["static", "dynamic"]
-    is_causal: bool
+    mask: MaskKind
 
     kind = "backward_dq"
+
+    @property
+    def is_windowed(self) -> bool:
+        """The mask cuts at both ends, by run-time bounds."""
+        return self.mask in WINDOWED
 
     @property
     def consumer_warpgroups(self) -> int:
@@ -74,7 +80,7 @@ class BackwardDqPlan:
         """Readable and unique among these plans."""
         return (
             f"backward_dq_{self.dtype}_d{self.tile_hdim}_dv{self.tile_hdimv}_{self.tile_m}x{self.tile_n}"
-            f"_k{self.k_stages}v{self.v_stages}_{'causal' if self.is_causal else 'full'}_{self.scheduler}"
+            f"_k{self.k_stages}v{self.v_stages}_{self.mask}_{self.scheduler}"
             + ("_pingpong" if self.has_pingpong else "")
         )
 
@@ -102,9 +108,14 @@ class BackwardDkdvPlan:
     adds_dq: bool
     adds_dkdv: bool
     scheduler: Literal["static", "dynamic"]
-    is_causal: bool
+    mask: MaskKind
 
     kind = "backward_dkdv"
+
+    @property
+    def is_windowed(self) -> bool:
+        """The mask cuts at both ends, by run-time bounds."""
+        return self.mask in WINDOWED
 
     @property
     def consumer_warpgroups(self) -> int:
@@ -116,7 +127,7 @@ class BackwardDkdvPlan:
         """Readable and unique among these plans."""
         return (
             f"backward_dkdv_{self.dtype}_d{self.tile_hdim}_dv{self.tile_hdimv}_{self.tile_m}x{self.tile_n}"
-            f"_q{self.q_stages}do{self.do_stages}_{'causal' if self.is_causal else 'full'}_{self.scheduler}"
+            f"_q{self.q_stages}do{self.do_stages}_{self.mask}_{self.scheduler}"
             + (
                 "_split"
                 if self.splits_roles
@@ -202,18 +213,24 @@ def plan_backward(problem: AttentionProblem, request: BackwardRequest) -> Backwa
     return BackwardPlans(
         PreprocessPlan(problem.dtype, threads_per_row, request.has_dlse, 0),
         _dkdv_plan(problem, choose_dkdv_tile(hdim, hdimv), hdim, hdimv) if request.needs_dkdv else None,
-        _dq_plan(problem, choose_dq_tile(hdim, hdimv, problem.causal), hdim, hdimv) if request.needs_dq else None,
+        _dq_plan(problem, hdim, hdimv) if request.needs_dq else None,
         None,
     )
 
 
-def _scheduler(problem: AttentionProblem) -> Literal["static", "dynamic"]:
-    return "dynamic" if problem.causal else "static"
+def _mask(problem: AttentionProblem) -> MaskKind:
+    return problem.mask.simplified(problem.seqlen_q, problem.seqlen_k).kind
+
+
+def _scheduler(mask: MaskKind) -> Literal["static", "dynamic"]:
+    """Tiles of full attention cost the same."""
+    return "static" if mask == "full" else "dynamic"
 
 
 def _dkdv_plan(
     problem: AttentionProblem, tile: DkdvTile, hdim: int, hdimv: int, adds_dq: bool = False, adds_dkdv: bool = False
 ) -> BackwardDkdvPlan:
+    mask = _mask(problem)
     return BackwardDkdvPlan(
         dtype=problem.dtype,
         tile_hdim=hdim,
@@ -226,12 +243,14 @@ def _dkdv_plan(
         is_deferred=tile.is_deferred,
         adds_dq=adds_dq,
         adds_dkdv=adds_dkdv,
-        scheduler=_scheduler(problem),
-        is_causal=problem.causal,
+        scheduler=_scheduler(mask),
+        mask=mask,
     )
 
 
-def _dq_plan(problem: AttentionProblem, tile: DqTile, hdim: int, hdimv: int) -> BackwardDqPlan:
+def _dq_plan(problem: AttentionProblem, hdim: int, hdimv: int) -> BackwardDqPlan:
+    mask = _mask(problem)
+    tile = choose_dq_tile(hdim, hdimv, is_full=mask == "full")
     return BackwardDqPlan(
         dtype=problem.dtype,
         tile_hdim=hdim,
@@ -241,6 +260,6 @@ def _dq_plan(problem: AttentionProblem, tile: DqTile, hdim: int, hdimv: int) -> 
         k_stages=tile.k_stages,
         v_stages=tile.v_stages,
         has_pingpong=tile.has_pingpong,
-        scheduler=_scheduler(problem),
-        is_causal=problem.causal,
+        scheduler=_scheduler(mask),
+        mask=mask,
     )

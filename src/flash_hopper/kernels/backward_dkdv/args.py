@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 from flash_hopper.device.dsl import Float32, Int32, cute
 from flash_hopper.device.schedulers.mailbox import TileMailbox
+from flash_hopper.geometry.masks import Lengths, MaskBounds
 
 
 class DkdvArgs(NamedTuple):
@@ -18,11 +19,22 @@ class DkdvArgs(NamedTuple):
     mStatistics: cute.Tensor  # (rows, heads, batch, 2) float32: LSE in base 2, D
     mAccumulator: cute.Tensor | None  # (4096, batch, heads, piece) float32, if dQ is added up
     tile_counter: cute.Tensor | None  # (1,) int32, dynamic scheduler only
+    left: Int32 | None  # bounds of the mask, for windows and chunks only
+    right: Int32 | None
+    chunk: Int32 | None
     scale: Float32
     scale_log2: Float32
     n_blocks: Int32
     tiles: Int32
     heads_per_section: Int32
+
+    def mask(self, kind: str) -> MaskBounds:
+        """The mask, of the plan's kind."""
+        return MaskBounds(kind) if self.left is None else MaskBounds(kind, self.left, self.right, self.chunk)
+
+    def lengths(self) -> Lengths:
+        """Queries and keys of every batch entry."""
+        return Lengths(self.mQ.shape[0], self.mK.shape[0])
 
 
 class DkdvAtoms(NamedTuple):

@@ -13,7 +13,9 @@ from flash_hopper.device.layouts import acc_as_rows
 from flash_hopper.device.pipelines import consumer_state
 from flash_hopper.device.probabilities import grad_columns, recompute_columns
 from flash_hopper.device.registers import to_operand
-from flash_hopper.geometry.blocks import first_query, query_blocks
+from flash_hopper.geometry.arith import clamp
+from flash_hopper.geometry.blocks import Blocks, query_blocks
+from flash_hopper.geometry.masks import Interval, Lengths, MaskBounds, visible_queries
 from flash_hopper.geometry.tiles import TileCoord
 from flash_hopper.kernels.backward_dkdv.args import Cursors, DkdvArgs, Pipelines, Resources, SharedTensors
 from flash_hopper.kernels.backward_dkdv.epilogue import Epilogue
@@ -38,17 +40,26 @@ class KeyView(NamedTuple):
 
     first_key: Int32  # of its two keys, the other is 8 above
     lane_col: Int32  # its first query within a block
-    full: Int32  # first query block that needs no mask for the diagonal
+    own: Blocks  # query blocks of its band of keys
     reaches_past_end: Boolean  # some keys of the band do not exist
 
 
 def key_view(plan: BackwardDkdvPlan, args: DkdvArgs, coord: TileCoord, band: Int32, thread: Int32) -> KeyView:
     """This thread's view of a tile."""
-    seqlen_q, seqlen_k = args.mQ.shape[0], args.mK.shape[0]
+    lengths = args.lengths()
     key = coord.block * plan.tile_n + band * WG_KEYS
-    own = query_blocks(key, WG_KEYS, seqlen_q, seqlen_k, plan.tile_m, plan.is_causal)
+    own = query_blocks(key, WG_KEYS, lengths, plan.tile_m, args.mask(plan.mask))
     first_key = key + thread // 32 * 16 + thread % 32 // 4
-    return KeyView(first_key, thread % 4 * 2, own.full, key + WG_KEYS > seqlen_k)
+    return KeyView(first_key, thread % 4 * 2, own, key + WG_KEYS > lengths.k)
+
+
+def rows_that_see(key: Int32, lengths: Lengths, mask: MaskBounds) -> Interval:
+    """Rows that see `key`: none, i.e. a first row past the end or an end of 0, for a key past the end."""
+    exists = clamp(lengths.k - key, 0, 1)
+    rows = visible_queries(key, lengths, mask)
+    if mask.kind == "full":
+        return Interval((1 - exists) * lengths.q, rows.end)
+    return rows if mask.kind == "causal" else Interval(rows.first, rows.end * exists)
 
 
 @cute.jit
@@ -56,16 +67,19 @@ def make_p(
     plan: cutlass.Constexpr, args: DkdvArgs, shared: SharedTensors, acc_S: cute.Tensor, view: KeyView, stage: Int32,
     m_block: Int32,
 ) -> None:  # fmt: skip
-    """S^T to P^T in place; masked where the block reaches across the diagonal or, if it matters, past the last key."""
-    seqlen_q, seqlen_k = args.mQ.shape[0], args.mK.shape[0]
-    starts = tuple(
-        first_query(view.first_key + 8 * r, seqlen_q, seqlen_k, plan.is_causal) - m_block * plan.tile_m for r in (0, 1)
-    )
+    """S^T to P^T in place; masked where an end of the visible rows cuts the block and, if it matters, past the last key."""
+    lengths, mask = args.lengths(), args.mask(plan.mask)
+    visible = tuple(rows_that_see(view.first_key + 8 * r, lengths, mask) for r in (0, 1))
     # dK and dV of keys that do not exist are clipped; but dQ sums over them, and their P may be infinite
     is_masked = view.reaches_past_end if const_expr(plan.adds_dq) else False
-    if const_expr(plan.is_causal):
-        is_masked = m_block < view.full or is_masked
-    recompute_columns(acc_as_rows(acc_S), args.scale_log2, shared.sLSE[None, stage], starts, view.lane_col, is_masked)
+    if const_expr(plan.mask != "full"):
+        is_masked = m_block < view.own.inner_start or is_masked
+    if const_expr(plan.is_windowed):
+        is_masked = m_block >= view.own.inner_end or is_masked
+    recompute_columns(
+        acc_as_rows(acc_S), args.scale_log2, shared.sLSE[None, stage], visible, m_block * plan.tile_m, view.lane_col,
+        is_masked, plan.is_windowed,
+    )  # fmt: skip
 
 
 class Consumer:
@@ -211,7 +225,7 @@ class Consumer:
     def keep_order(self, pipes: Pipelines, at: Cursors) -> None:
         """A wait that passes at once: a branch, without which ptxas moves the next wgmma wait above the exponentials.
 
-        Causal has a branch there already, the mask's. H200, 2026-11, d=64, full, 4k: 586 -> 637 TFLOP/s.
+        Other masks have a branch there already. H200, 2026-11, d=64, full, 4k: 586 -> 637 TFLOP/s.
         """
-        if not self.plan.is_causal:
+        if self.plan.mask == "full":
             pipes.q.consumer_wait(at.q)

@@ -80,6 +80,9 @@ class BackwardDkdvKernel:
         statistics: cute.Tensor,
         accumulator: cute.Tensor | None,
         tile_counter: cute.Tensor | None,
+        left: Int32 | None,
+        right: Int32 | None,
+        chunk: Int32 | None,
         scale: Float32,
         ctas: Int32,
         heads_per_section: Int32,
@@ -88,7 +91,8 @@ class BackwardDkdvKernel:
         """Launch. q: (batch, seqlen_q, heads, head_dim); k, dk, v, dv: (batch, seqlen_k, heads_k, ...); dout: (batch,
         seqlen_q, heads, head_dim_v); statistics: (2, batch, heads, rows), rows a multiple of plan.tile_m;
         accumulator: (batch, heads, rows * plan.tile_hdim) float32, zero, if plan.adds_dq. If plan.adds_dkdv, dk and dv
-        are accumulators, too: (batch, heads_k, n_blocks * tile_n * head dim of the plan) float32, zero."""
+        are accumulators, too: (batch, heads_k, n_blocks * tile_n * head dim of the plan) float32, zero. left, right, chunk:
+        see `geometry/masks.py`, None unless the plan's mask is a window or chunks."""
         plan = self.plan
         mQ, mK, mV, mdO = (seqlen_major(t) for t in (q, k, v, dout))
         tiles = tile_layouts(plan)
@@ -111,8 +115,8 @@ class BackwardDkdvKernel:
         n_blocks = ceil_div(mK.shape[0], plan.tile_n)
         total = n_blocks * (mQ if plan.adds_dkdv else mK).shape[2] * mK.shape[3]
         args = DkdvArgs(
-            mQ_tma, mK_tma, mV_tma, mdO_tma, mdK, mdV, mStatistics, self.by_piece(accumulator), tile_counter, scale,
-            scale * Float32(LOG2_E), n_blocks, total, heads_per_section,
+            mQ_tma, mK_tma, mV_tma, mdO_tma, mdK, mdV, mStatistics, self.by_piece(accumulator), tile_counter,
+            left, right, chunk, scale, scale * Float32(LOG2_E), n_blocks, total, heads_per_section,
         )  # fmt: skip
         atoms = DkdvAtoms(tma_q, tma_do, tma_k, tma_v, tma_statistics, tma_dk, tma_dv, *self.tiled_mmas())
         self.shared_struct = shared_struct(plan)
@@ -185,7 +189,7 @@ class BackwardDkdvKernel:
             keys=tma_pipeline(specs["keys"], storage.bar_keys, (size["k"] + size["v"]) * (plan.tile_n // WG_KEYS)),
             q=tma_pipeline(specs["q"], storage.bar_q, size["q"] + statistics),
             do=tma_pipeline(specs["do"], storage.bar_do, size["do"] + statistics),
-            tiles=make_mailbox(specs["tile"], storage),
+            tiles=make_mailbox(specs["tile"], storage, is_ragged=False),
         )
 
 
@@ -210,6 +214,7 @@ def placeholder_arguments(plan: BackwardDkdvPlan) -> tuple[Any, ...]:
         placeholders.statistics(batch, heads),
         placeholders.accumulator(batch, heads, DQ_PIECE) if plan.adds_dq else None,
         placeholders.tile_counter(plan.scheduler),
+        *placeholders.mask_bounds(plan.mask),
         Float32(1.0),
         Int32(1),
         Int32(1),

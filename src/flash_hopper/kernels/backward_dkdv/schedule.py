@@ -27,14 +27,12 @@ class QuerySchedule(NamedTuple):
 
 
 def query_schedule(plan: BackwardDkdvPlan, args: DkdvArgs, coord: TileCoord) -> QuerySchedule:
-    """Causal tiles start at the diagonal. Otherwise, where dQ is added up in memory, tiles of one head start at
-    different blocks, so that they do not add to the same rows at the same time."""
-    blocks = query_blocks(
-        coord.block * plan.tile_n, plan.tile_n, args.mQ.shape[0], args.mK.shape[0], plan.tile_m, plan.is_causal
-    )
+    """Tiles start at the first query that sees them. With full attention, where dQ is added up in memory, tiles of one
+    head start at different blocks, so that they do not add to the same rows at the same time."""
+    blocks = query_blocks(coord.block * plan.tile_n, plan.tile_n, args.lengths(), plan.tile_m, args.mask(plan.mask))
     count = blocks.end - blocks.start
     first = Int32(blocks.start)
-    if plan.adds_dq and not plan.is_causal:
+    if plan.adds_dq and plan.mask == "full":
         first = coord.block * count // args.n_blocks
     return QuerySchedule(first, count, Int32(blocks.start), Int32(blocks.end))
 

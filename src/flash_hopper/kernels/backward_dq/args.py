@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 from flash_hopper.device.dsl import Float32, Int32, cute
 from flash_hopper.device.schedulers.mailbox import TileMailbox
+from flash_hopper.geometry.masks import Lengths, MaskBounds
 
 
 class DqArgs(NamedTuple):
@@ -16,11 +17,22 @@ class DqArgs(NamedTuple):
     mdQ: cute.Tensor  # (seqlen_q, head_dim, heads, batch)
     mStatistics: cute.Tensor  # (2, batch, heads, rows) float32: LSE in base 2, D
     tile_counter: cute.Tensor | None  # (1,) int32, dynamic scheduler only
+    left: Int32 | None  # bounds of the mask, for windows and chunks only
+    right: Int32 | None
+    chunk: Int32 | None
     scale: Float32
     scale_log2: Float32
     m_blocks: Int32
     tiles: Int32
     heads_per_section: Int32
+
+    def mask(self, kind: str) -> MaskBounds:
+        """The mask, of the plan's kind."""
+        return MaskBounds(kind) if self.left is None else MaskBounds(kind, self.left, self.right, self.chunk)
+
+    def lengths(self) -> Lengths:
+        """Queries and keys of every batch entry."""
+        return Lengths(self.mQ.shape[0], self.mK.shape[0])
 
 
 class DqAtoms(NamedTuple):

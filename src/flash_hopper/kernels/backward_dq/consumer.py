@@ -7,13 +7,14 @@ tensor core works for the other warpgroups. V is free as soon as dP is done, K w
 from typing import Any, NamedTuple
 
 from flash_hopper.device.barriers import Turns, epilogue_sync
-from flash_hopper.device.dsl import ELEMENT_TYPES, Float32, Int32, cute, cutlass, warp, warpgroup
+from flash_hopper.device.dsl import ELEMENT_TYPES, Float32, Int32, const_expr, cute, cutlass, warp, warpgroup
 from flash_hopper.device.gemm import issue
 from flash_hopper.device.layouts import acc_as_operand_a, acc_as_rows, transposed
 from flash_hopper.device.pipelines import consumer_state, partition, skip_stage
 from flash_hopper.device.probabilities import grad_rows, recompute_rows
 from flash_hopper.device.registers import to_operand
-from flash_hopper.geometry.blocks import key_blocks, visible_keys
+from flash_hopper.geometry.blocks import Blocks, key_blocks
+from flash_hopper.geometry.masks import visible_keys
 from flash_hopper.geometry.tiles import TileCoord
 from flash_hopper.kernels.backward_dq.args import DqArgs, DqAtoms, Pipelines, SharedTensors
 from flash_hopper.kernels.backward_dq.storage import WG_ROWS
@@ -117,16 +118,19 @@ class Consumer:
         """One tile up to unscaled dQ; returns the cursors."""
         plan = self.plan
         row = coord.block * plan.tile_m
-        seqlen_q, seqlen_k = args.mQ.shape[0], args.mK.shape[0]
-        whole = key_blocks(row, plan.tile_m, seqlen_q, seqlen_k, plan.tile_n, plan.is_causal)
-        blocks = key_blocks(row + wg * WG_ROWS, WG_ROWS, seqlen_q, seqlen_k, plan.tile_n, plan.is_causal)
+        lengths, mask = args.lengths(), args.mask(plan.mask)
+        whole = key_blocks(row, plan.tile_m, lengths, plan.tile_n, mask)
+        blocks = key_blocks(row + wg * WG_ROWS, WG_ROWS, lengths, plan.tile_n, mask)
         for _ in cutlass.range(whole.end - blocks.end, unroll=1):
             k_state, v_state = self.skip(pipes, k_state, v_state, wg)
         frags.acc_dQ.fill(0.0)
-        for i in cutlass.range(blocks.end, unroll=1):
+        for i in cutlass.range(blocks.end - blocks.start, unroll=1):
             k_state, v_state = self.step(
-                args, atoms, pipes, frags, view, k_state, v_state, wg, blocks.end - 1 - i, blocks.full
+                args, atoms, pipes, frags, view, k_state, v_state, wg, blocks.end - 1 - i, blocks
             )
+        if const_expr(plan.is_windowed):
+            for _ in cutlass.range(blocks.start - whole.start, unroll=1):
+                k_state, v_state = self.skip(pipes, k_state, v_state, wg)
         return k_state, v_state
 
     @cute.jit
@@ -141,9 +145,9 @@ class Consumer:
     @cute.jit
     def step(
         self, args: DqArgs, atoms: DqAtoms, pipes: Pipelines, frags: Fragments, view: RowView, k_state: Any,
-        v_state: Any, wg: Int32, n_block: Int32, full: Int32,
+        v_state: Any, wg: Int32, n_block: Int32, blocks: Blocks,
     ) -> tuple[Any, Any]:  # fmt: skip
-        """One key block from S to dQ; blocks from `full` on need a mask."""
+        """One key block from S to dQ; those of `blocks` outside the inner ones need a mask."""
         pipes.k.consumer_wait(k_state)
         self.turns.wait(wg)
         self.issue_s(atoms, frags, k_state)
@@ -151,7 +155,10 @@ class Consumer:
         self.issue_dp(atoms, frags, v_state)
         self.turns.pass_on(wg)
         warpgroup.wait_group(1)  # S
-        self.make_p(args, frags, view, n_block, n_block >= full)
+        is_masked = n_block >= blocks.inner_end
+        if const_expr(self.plan.is_windowed):
+            is_masked = is_masked or n_block < blocks.inner_start
+        self.make_p(args, frags, view, n_block, is_masked)
         warpgroup.wait_group(0)  # dP
         pipes.v.consumer_release(v_state)
         v_state.advance()
@@ -179,12 +186,11 @@ class Consumer:
     def make_p(self, args: DqArgs, frags: Fragments, view: RowView, n_block: Int32, is_masked: Any) -> None:
         """Scores to P."""
         plan = self.plan
-        limits = tuple(
-            visible_keys(view.first_row + 8 * r, args.mQ.shape[0], args.mK.shape[0], plan.is_causal) for r in (0, 1)
-        )
+        lengths, mask = args.lengths(), args.mask(plan.mask)
+        visible = tuple(visible_keys(view.first_row + 8 * r, lengths, mask) for r in (0, 1))
         recompute_rows(
-            acc_as_rows(frags.acc_S), args.scale_log2, view.lse_log2, limits, n_block * plan.tile_n + view.lane_col,
-            is_masked,
+            acc_as_rows(frags.acc_S), args.scale_log2, view.lse_log2, visible, n_block * plan.tile_n + view.lane_col,
+            is_masked, plan.is_windowed,
         )  # fmt: skip
 
     @cute.jit

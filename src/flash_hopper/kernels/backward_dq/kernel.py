@@ -63,13 +63,17 @@ class BackwardDqKernel:
         dq: cute.Tensor,
         statistics: cute.Tensor,
         tile_counter: cute.Tensor | None,
+        left: Int32 | None,
+        right: Int32 | None,
+        chunk: Int32 | None,
         scale: Float32,
         ctas: Int32,
         heads_per_section: Int32,
         stream: cuda.CUstream,
     ):
         """Launch. q, dq: (batch, seqlen_q, heads, head_dim); k, v: (batch, seqlen_k, heads_k, ...); dout: (batch,
-        seqlen_q, heads, head_dim_v); statistics: (2, batch, heads, rows) of the preprocess kernel."""
+        seqlen_q, heads, head_dim_v); statistics: (2, batch, heads, rows) of the preprocess kernel; left, right, chunk: see
+        `geometry/masks.py`, None unless the plan's mask is a window or chunks."""
         plan = self.plan
         mQ, mK, mV, mdO, mdQ = (seqlen_major(t) for t in (q, k, v, dout, dq))
         tiles = tile_layouts(plan)
@@ -82,8 +86,8 @@ class BackwardDqKernel:
         m_blocks = ceil_div(mQ.shape[0], plan.tile_m)
         total = m_blocks * mQ.shape[2] * mQ.shape[3]
         args = DqArgs(
-            mQ_tma, mK_tma, mV_tma, mdO_tma, mdQ_tma, statistics, tile_counter, scale, scale * Float32(LOG2_E),
-            m_blocks, total, heads_per_section,
+            mQ_tma, mK_tma, mV_tma, mdO_tma, mdQ_tma, statistics, tile_counter, left, right, chunk, scale,
+            scale * Float32(LOG2_E), m_blocks, total, heads_per_section,
         )  # fmt: skip
         atoms = DqAtoms(tma_q, tma_k, tma_v, tma_do, tma_dq, *self.tiled_mmas())
         self.shared_struct = shared_struct(plan)
@@ -142,7 +146,7 @@ class BackwardDqKernel:
             ),
             k=tma_pipeline(specs["k"], storage.bar_k, size["k"]),
             v=tma_pipeline(specs["v"], storage.bar_v, size["v"]),
-            tiles=make_mailbox(specs["tile"], storage),
+            tiles=make_mailbox(specs["tile"], storage, is_ragged=False),
         )
 
 
@@ -159,6 +163,7 @@ def placeholder_arguments(plan: BackwardDqPlan) -> tuple[Any, ...]:
         placeholders.heads_tensor(dtype, batch, seqlen_q, heads, hdim),
         placeholders.statistics(batch, heads),
         placeholders.tile_counter(plan.scheduler),
+        *placeholders.mask_bounds(plan.mask),
         Float32(1.0),
         Int32(1),
         Int32(1),

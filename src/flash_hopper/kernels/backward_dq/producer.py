@@ -58,14 +58,12 @@ class Producer:
     ) -> tuple[Any, Any]:  # fmt: skip
         """The tile's key blocks from the last to the first; returns the advanced cursors."""
         plan = self.plan
-        blocks = key_blocks(
-            coord.block * plan.tile_m, plan.tile_m, args.mQ.shape[0], args.mK.shape[0], plan.tile_n, plan.is_causal
-        )
+        blocks = key_blocks(coord.block * plan.tile_m, plan.tile_m, args.lengths(), plan.tile_n, args.mask(plan.mask))
         head_k = coord.head // (args.mQ.shape[2] // args.mK.shape[2])
         mK, mV = args.mK[None, None, head_k, coord.batch], args.mV[None, None, head_k, coord.batch]
         k_src, k_dst = partition(atoms.tma_k, cute.local_tile(mK, (plan.tile_n, plan.tile_hdim), (None, 0)), shared.sK)
         v_src, v_dst = partition(atoms.tma_v, cute.local_tile(mV, (plan.tile_n, plan.tile_hdimv), (None, 0)), shared.sV)
-        for i in cutlass.range(blocks.end, unroll=1):
+        for i in cutlass.range(blocks.end - blocks.start, unroll=1):
             n_block = blocks.end - 1 - i
             pipes.k.producer_acquire(k_state)
             load(atoms.tma_k, k_src[None, n_block], k_dst[None, k_state.index], pipes.k, k_state)
