@@ -7,6 +7,7 @@ what this script draws.
 from pathlib import Path
 
 from flash_hopper.geometry.blocks import key_blocks
+from flash_hopper.geometry.masks import Lengths, MaskBounds
 
 INK, PALE, GRID = "#333333", "#9a9a9a", "#d8d8d8"
 QK, PV, SOFTMAX, LOAD, STORE = "#30638e", "#6ba368", "#e8964f", "#8e7dbe", "#d1495b"
@@ -60,12 +61,12 @@ def blocks() -> str:
     left, top = 70, 34
     canvas.text(left + seqlen_k * cell / 2, 16, f"{seqlen_k} keys, blocks of {tile_n}")
     for row in range(0, seqlen_q, tile_m):
-        found = key_blocks(row, tile_m, seqlen_q, seqlen_k, tile_n, True)
+        found = key_blocks(row, tile_m, Lengths(seqlen_q, seqlen_k), tile_n, MaskBounds("causal"))
         rows = min(tile_m, seqlen_q - row)
         for block in range(found.end):
             first = block * tile_n
             keys = min(tile_n, seqlen_k - first)
-            colour = SOFTMAX if block >= found.full else QK
+            colour = SOFTMAX if block >= found.inner_end else QK
             canvas.box(
                 left + first * cell, top + row * cell, keys * cell, rows * cell, colour, stroke="#ffffff", opacity=0.75
             )

@@ -399,15 +399,20 @@ def _key_steps(
     rows: slice, lengths: Lengths, tile_m: int, tile_n: int, bounds: MaskBounds, device: torch.device
 ) -> Iterator[_Step]:
     blocks = key_blocks(rows.start, tile_m, lengths, tile_n, bounds)
-    seen = [visible_keys(row, lengths, bounds) for row in range(rows.start, rows.stop)]
-    first, end = torch.tensor(seen, device=device).unsqueeze(-1).unbind(1)  # (rows, 1) each
+    limits = None if bounds.kind == "full" else _limits(rows, lengths, bounds, device)
     for n_block in reversed(range(blocks.start, blocks.end)):
         cols = _block(n_block, tile_n, lengths.k)
         hidden = None
-        if bounds.kind != "full" and not blocks.inner_start <= n_block < blocks.inner_end:
+        if limits is not None and not blocks.inner_start <= n_block < blocks.inner_end:
             keys = torch.arange(cols.start, cols.stop, device=device)
-            hidden = (keys < first) | (keys >= end)
+            hidden = (keys < limits[0]) | (keys >= limits[1])
         yield _Step(cols, hidden)
+
+
+def _limits(rows: slice, lengths: Lengths, bounds: MaskBounds, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The first key that each row sees, and the first behind those: (rows, 1) each."""
+    first, end = zip(*(visible_keys(row, lengths, bounds) for row in range(rows.start, rows.stop)), strict=True)
+    return torch.tensor(first, device=device)[:, None], torch.tensor(end, device=device)[:, None]
 
 
 def _bounds(mask: Mask) -> MaskBounds:
