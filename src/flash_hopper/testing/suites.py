@@ -1,6 +1,6 @@
 """The suites of cases, by name, and the kernels that they need.
 
-The grids are in `forward_cases` and `backward_cases`. Called by `cli/verify.py`, `cli/compile.py` and `tests/`.
+The grids are in `forward_cases`, `backward_cases`, `window_cases` and `ragged_cases`. Called by `cli/verify.py`, `cli/compile.py` and `tests/`.
 """
 
 from collections.abc import Callable, Iterable
@@ -10,7 +10,7 @@ from flash_hopper.compile.key import Plan
 from flash_hopper.plan.backward import BackwardRequest, plan_backward
 from flash_hopper.plan.forward import ForwardPlan, plan_forward
 from flash_hopper.problem.errors import ArgumentError
-from flash_hopper.testing import backward_cases, forward_cases
+from flash_hopper.testing import backward_cases, forward_cases, ragged_cases, window_cases
 from flash_hopper.testing.cases import Case
 
 _SEED_STEP = 1_000_003  # between the seeds of two `--seed` values; larger than any suite
@@ -21,6 +21,10 @@ _SUITES: dict[str, Callable[[], list[Case]]] = {
     "backward": backward_cases.backward,
     "backward-smoke": backward_cases.smoke,
     "backward-sanitizer": backward_cases.sanitizer,
+    "ragged": ragged_cases.ragged,
+    "window": window_cases.windows,
+    "ragged-smoke": ragged_cases.smoke,
+    "ragged-sanitizer": ragged_cases.sanitizer,
 }
 
 
