@@ -96,7 +96,7 @@ def prepare_call(
     with torch.no_grad():  # so that `describe` sees no gradients
         prepared = (prepare if _is_on_gpu(q) else _prepare_reference)(q, k, v, asked, out, sequences)
     # under autocast float32 tensors stand for tensors of another dtype, so their signature says too little
-    if prepared.problem.dtype is not DType.FP32 and _are_values(options):
+    if prepared.problem.dtype is not DType.FP32 and are_values(options):
         if len(_prepared) >= MAX_SIGNATURES:
             _prepared.clear()
         _prepared[call_signature(q, k, v, out, options, sequences)] = prepared
@@ -211,7 +211,7 @@ def _is_on_gpu(q: Any) -> bool:
     return isinstance(q, torch.Tensor) and q.is_cuda
 
 
-def _are_values(options: tuple[Any, ...]) -> bool:
+def are_values(options: tuple[Any, ...]) -> bool:
     """True if no option is an object that is not compared by value."""
     return all(value is None or isinstance(value, int | float | tuple) for value in options)
 

@@ -11,7 +11,7 @@ from torch.compiler import is_dynamo_compiling
 
 from flash_hopper.kernels.forward import support
 from flash_hopper.launch import ops
-from flash_hopper.launch.attention import MAX_SIGNATURES, call_signature, check_differentiable, gradients
+from flash_hopper.launch.attention import MAX_SIGNATURES, are_values, call_signature, check_differentiable, gradients
 from flash_hopper.launch.backward import Gradients
 from flash_hopper.launch.device import device_facts
 from flash_hopper.launch.jagged import is_jagged
@@ -115,12 +115,16 @@ def _eager(
     """The call on ordinary tensors, checked once per signature."""
     forms = map(_form, (out, lse, dout, dlse, *(targets or (None, None, None))))
     key = (call_signature(q, k, v, None, options, sequences), *forms, targets is None)
-    problem = _problems.get(key)
+    try:
+        problem = _problems.get(key)
+    except TypeError:  # an option that cannot be hashed was never remembered; `_checked` judges it
+        problem = None
     if problem is None:
         problem = _checked(q, k, v, out, lse, dout, dlse, AttentionOptions(*options), sequences, targets)
-        if len(_problems) >= MAX_SIGNATURES:
-            _problems.clear()
-        _problems[key] = problem
+        if are_values(options):
+            if len(_problems) >= MAX_SIGNATURES:
+                _problems.clear()
+            _problems[key] = problem
     if targets is None:
         return gradients(q, k, v, out, lse, dout, dlse, problem, True, True, sequences)
     dq, dk, dv = targets
