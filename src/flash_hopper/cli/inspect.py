@@ -3,6 +3,7 @@
 `show_plan` and `show_report` are also what `flash-hopper demo` prints on a machine without a GPU.
 """
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -15,7 +16,7 @@ from flash_hopper.problem.errors import ArgumentError
 if TYPE_CHECKING:
     from flash_hopper.compile.inspect import KernelReport
     from flash_hopper.plan.forward import ForwardPlan
-    from flash_hopper.problem.attention import AttentionProblem
+    from flash_hopper.problem.attention import AttentionOptions, AttentionProblem
 
 # H200 SXM, dense 16-bit: NVIDIA's data sheet
 SMS, PEAK_TFLOPS, PEAK_TBPS = 132, 989.0, 4.8
@@ -30,21 +31,32 @@ def inspect(
     head_dim: Annotated[int, typer.Option(help="Head dim of q and k.")] = 128,
     head_dim_v: Annotated[int | None, typer.Option(help="Head dim of v; default: that of q.")] = None,
     causal: Annotated[bool, typer.Option(help="Causal mask, aligned bottom-right.")] = False,
+    window_left: Annotated[
+        int | None, typer.Option(min=-1, help="Keys seen to the left of the diagonal; -1: all.")
+    ] = None,
+    window_right: Annotated[int | None, typer.Option(min=-1, help="Keys seen to its right; -1: all.")] = None,
+    chunk: Annotated[int, typer.Option(min=0, help="Attention chunk; 0: none.")] = 0,
+    ragged: Annotated[
+        bool, typer.Option("--ragged", help="A packed batch of sequences of up to these lengths.")
+    ] = False,
     lse: Annotated[bool, typer.Option(help="Also return the log-sum-exp.")] = False,
     dtype: Annotated[str, typer.Option(help="bf16 or fp16.")] = "bf16",
     sass: Annotated[bool, typer.Option("--sass", help="Compile offline and count registers and instructions.")] = False,
 ) -> None:
     """Show tile, warps, registers, shared memory, pipelines and roofline of an attention call."""
     from flash_hopper.plan.forward import plan_forward
+    from flash_hopper.problem.attention import AttentionOptions
 
+    options = AttentionOptions(
+        causal=causal, window_size=(window_left, window_right), attention_chunk=chunk, return_lse=lse
+    )
     problem = _problem(
         dtype,
         (batch, seqlen_q, heads, head_dim),
         (seqlen_k or seqlen_q, heads_k or heads, head_dim_v or head_dim),
-        causal,
-        lse,
+        options,
     )
-    plan = plan_forward(problem)
+    plan = plan_forward(_packed(problem) if ragged else problem)
     console = Console()
     show_plan(problem, plan, console)
     if sass:
@@ -109,11 +121,23 @@ def memory_map(plan: "ForwardPlan") -> list[tuple[str, int, str]]:
     ]
 
 
+def _packed(problem: "AttentionProblem") -> "AttentionProblem":
+    """The problem with its batch packed, for the plan; the tables about its work are those of equal lengths."""
+    from flash_hopper.problem.features import Feature
+    from flash_hopper.problem.ragged import Ragged
+
+    p = problem
+    rows, keys = p.batch * p.seqlen_q, p.batch * p.seqlen_k
+    ragged = Ragged(True, True, False, False, rows, keys, p.seqlen_q, p.seqlen_k)
+    features = p.features | {Feature.VARLEN}
+    return replace(p, seqlen_q=rows, seqlen_k=keys, ragged=ragged, features=features)
+
+
 def _problem(
-    dtype: str, q: tuple[int, int, int, int], k: tuple[int, int, int], causal: bool, lse: bool
+    dtype: str, q: tuple[int, int, int, int], k: tuple[int, int, int], options: "AttentionOptions"
 ) -> "AttentionProblem":
     """The checked problem; q is (batch, seqlen, heads, head_dim), k (seqlen, heads, head_dim_v)."""
-    from flash_hopper.problem.attention import AttentionOptions, attention_problem
+    from flash_hopper.problem.attention import attention_problem
     from flash_hopper.problem.dtypes import KERNEL_DTYPES
     from flash_hopper.problem.tensor import TensorSpec
 
@@ -125,7 +149,6 @@ def _problem(
         strides = (shape[1] * shape[2] * shape[3], shape[2] * shape[3], shape[3], 1)
         return TensorSpec(name, shape, strides, kinds[dtype], dtype, "cuda:0")
 
-    options = AttentionOptions(causal=causal, return_lse=lse)
     batch, _, _, head_dim = q
     return attention_problem(
         spec("q", *q),
