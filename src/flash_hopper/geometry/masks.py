@@ -6,7 +6,7 @@ chunks, lie in the chunk of p. Both ends of both intervals grow with the row or 
 
 from typing import NamedTuple
 
-from flash_hopper.geometry.arith import Int, maximum, minimum
+from flash_hopper.geometry.arith import Int, floor_div, maximum, minimum
 from flash_hopper.problem.mask import Mask
 
 UNBOUNDED = 2**29  # a bound that cuts nothing: sequences are shorter, and sums of bounds and lengths fit 32 bits
@@ -44,7 +44,7 @@ def visible_keys(row: Int, lengths: Lengths, mask: MaskBounds) -> Interval:
         return Interval(0, minimum(lengths.k, p + 1))
     first, end = p - mask.left, p + mask.right + 1
     if mask.kind == "chunk":
-        chunk = p // mask.chunk * mask.chunk
+        chunk = floor_div(p, mask.chunk) * mask.chunk
         first, end = maximum(first, chunk), minimum(end, chunk + mask.chunk)
     return Interval(first, minimum(end, lengths.k))
 
