@@ -145,8 +145,8 @@ def flash_attn_varlen_func(
     Each sequence is aligned by its own used lengths. Rows that belong to none (behind seqused, behind the last sequence) may
     hold anything: they are not read, and have out = 0, lse = -inf and zero gradients.
 
-    max_seqlen_*: an int, a numpy integer, a tensor of one integer, or None; a hint for the choice of tiles, of which the
-    results do not depend. A tensor on a GPU is not read. page_table: not supported yet. Other options as in
+    max_seqlen_*: an int, a numpy integer, a tensor of one integer, or None; a hint for the choice of tiles, which
+    need not be right. A tensor on a GPU is not read. page_table: not supported yet. Other options as in
     `flash_attn_func`; out like q with head_dim_v.
 
     Returns out like q with head_dim_v, or (out, lse) with lse (heads, total_q), or (batch, heads, seqlen_q) for padded q;
@@ -295,6 +295,8 @@ def hadamard_transform(x: torch.Tensor, **options: Any) -> torch.Tensor:
 def _check_packed(name: str, tensor: torch.Tensor, parts: int, rows: str) -> None:
     spec = describe(name, tensor)
     layout = f"({rows}, {parts}, heads, head_dim)"
+    if tensor.is_nested:
+        raise ArgumentError(f"{name} must be {layout} and not nested: flash_attn_func takes jagged q, k and v")
     if spec.rank != layout.count(",") + 1 or spec.shape[-3] != parts:
         raise ArgumentError(f"{name} must be {layout}, got {spec.shape}")
 

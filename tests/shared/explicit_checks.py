@@ -211,7 +211,10 @@ def test_options_are_checked_and_refused_like_those_of_the_forward(place, monkey
         (flash_hopper.ArgumentError, {"attention_chunk": -1}),
         (flash_hopper.DTypeError, {"deterministic": None}),
         (flash_hopper.ArgumentError, {"softmax_scale": float("nan")}),
-        (flash_hopper.ArgumentError, {"max_seqlen_q": -1, "seqused_q": torch.ones(2, dtype=torch.int32)}),
+        (
+            flash_hopper.ArgumentError,
+            {"max_seqlen_q": -1, "seqused_q": torch.ones(2, dtype=torch.int32, device=place.device)},
+        ),
     ):
         with pytest.raises(error, match=next(iter(options))):
             flash_attn_backward_func(*arguments, **options)

@@ -9,7 +9,13 @@ from operator_checks import FORWARD, Calls, saving
 from torch.utils.checkpoint import checkpoint
 
 import flash_hopper
-from flash_hopper import autograd, flash_attn_func, flash_attn_varlen_func
+from flash_hopper import (
+    autograd,
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+)
 
 QUERIES, KEYS = (0, 4, 4, 37, 38), (0, 9, 40, 41, 90)
 OPTIONS = {
@@ -130,6 +136,7 @@ def test_a_mix_of_jagged_and_other_tensors_is_refused_by_name(place):
         flash_attn_func(*others, out=inputs[0])
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_jagged_tensors_of_another_form_are_refused_by_name(place):
     q, k, v = jagged(place)
     copied = torch.nested.nested_tensor_from_jagged(v.values().detach(), v.offsets().clone())
@@ -143,6 +150,13 @@ def test_jagged_tensors_of_another_form_are_refused_by_name(place):
         flash_attn_func(flat, k, v)
     with pytest.raises(flash_hopper.ArgumentError, match="jagged in dimension 2"):
         flash_attn_func(q.transpose(1, 2), k, v)
+    packed = torch.nested.nested_tensor_from_jagged(place.normal(38, 3, 4, 32), q.offsets())
+    for function, arguments in ((flash_attn_qkvpacked_func, (packed,)), (flash_attn_kvpacked_func, (q, packed))):
+        with pytest.raises(flash_hopper.ArgumentError, match="not nested"):
+            function(*arguments)
+    out, lse = (x.detach() for x in flash_attn_func(q, k, v, return_lse=True))
+    with pytest.raises(flash_hopper.ArgumentError, match="no jagged tensors"):
+        flash_hopper.flash_attn_backward_func(out, q, k, v, out, lse)
     lengths = as_ragged(q, k, v)[1]
     with pytest.raises(flash_hopper.ArgumentError, match="flash_attn_func"):
         flash_attn_varlen_func(q, k, v, **lengths)

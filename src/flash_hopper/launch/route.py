@@ -22,7 +22,8 @@ transform = torch._C._functorch.peek_interpreter_stack
 def check_tensors(given: Mapping[str, Any]) -> None:
     """Raise DTypeError, naming the argument, if one is no tensor."""
     for name, tensor in given.items():
-        describe(name, tensor)
+        if not isinstance(tensor, Tensor):
+            describe(name, tensor)
 
 
 def must_be_seen(tensors: Iterable[Tensor]) -> bool:
@@ -38,7 +39,7 @@ def _is_wrapper(tensor: Tensor) -> bool:
 def as_plain(given: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Ordinary tensors in place of parameters, and of subclasses that only change what torch functions do."""
     with torch._C.DisableTorchFunctionSubclass():
-        return {name: tensor.as_subclass(Tensor) for name, tensor in given.items()}
+        return {name: t if type(t) is Tensor else t.as_subclass(Tensor) for name, t in given.items()}
 
 
 def refuse_transforms() -> None:

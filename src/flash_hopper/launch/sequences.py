@@ -55,8 +55,13 @@ class Sequences(NamedTuple):
     @property
     def are_plain(self) -> bool:
         """True if no tensor is of a subclass."""
-        plain = torch.Tensor
-        return all(t is None or type(t) is plain for t in self[:4])
+        cu_q, cu_k, used_q, used_k, _, _ = self
+        return (
+            (cu_q is None or type(cu_q) is torch.Tensor)
+            and (cu_k is None or type(cu_k) is torch.Tensor)
+            and (used_q is None or type(used_q) is torch.Tensor)
+            and (used_k is None or type(used_k) is torch.Tensor)
+        )
 
 
 def sequences_of(
@@ -103,21 +108,17 @@ def signature(sequences: Sequences) -> tuple[Any, ...]:
         None if cu_k is None else (cu_k.shape, cu_k.stride(), cu_k.dtype, cu_k.device),
         None if used_q is None else (used_q.shape, used_q.stride(), used_q.dtype, used_q.device),
         None if used_k is None else (used_k.shape, used_k.stride(), used_k.dtype, used_k.device),
-        hint_bucket("max_seqlen_q", hint_q),
-        hint_bucket("max_seqlen_k", hint_k),
+        None if hint_q is None else hint_bucket(hint_q),
+        None if hint_k is None else hint_bucket(hint_k),
     )
 
 
-def hint_bucket(name: str, hint: int | None) -> int | None:
+def hint_bucket(hint: int) -> int:
     """The next power of two, which is all that plans may depend on: so few hints are told apart.
 
-    Raises ArgumentError for a negative hint.
+    A negative one stays what it is, for the checks to refuse.
     """
-    if hint is None:
-        return None
-    if hint < 0:
-        raise ArgumentError(f"{name} must be at least 0, got {hint}")
-    return 1 << (hint - 1).bit_length() if hint else 0
+    return 1 << (hint - 1).bit_length() if hint > 0 else hint
 
 
 def described_problem(
@@ -149,6 +150,7 @@ def _specs(sequences: Sequences, *, has_hints: bool = True) -> dict[str, Any]:
         for name, tensor in zip(TENSORS, sequences.tensors, strict=True)
     }
     hints = {
-        name: hint_bucket(name, hint) if has_hints else None for name, hint in zip(HINTS, sequences[4:], strict=True)
+        name: hint_bucket(hint) if has_hints and hint is not None else None
+        for name, hint in zip(HINTS, (sequences.max_seqlen_q, sequences.max_seqlen_k), strict=True)
     }
     return described | hints
