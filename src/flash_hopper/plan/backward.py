@@ -50,7 +50,10 @@ class PreprocessPlan:
 
 @dataclass(frozen=True, slots=True)
 class BackwardDqPlan:
-    """Compile-time choices of the query-parallel kernel: 64 query rows per consumer warpgroup, tile_n keys a step."""
+    """Compile-time choices of the query-parallel kernel: 64 query rows per consumer warpgroup, tile_n keys a step.
+
+    `accumulates` adds dQ to float32 values in memory instead of storing it in the dtype.
+    """
 
     dtype: DType
     tile_hdim: int
@@ -62,6 +65,7 @@ class BackwardDqPlan:
     has_pingpong: bool
     scheduler: Literal["static", "dynamic"]
     mask: MaskKind
+    accumulates: bool
 
     kind = "backward_dq"
 
@@ -82,6 +86,7 @@ class BackwardDqPlan:
             f"backward_dq_{self.dtype}_d{self.tile_hdim}_dv{self.tile_hdimv}_{self.tile_m}x{self.tile_n}"
             f"_k{self.k_stages}v{self.v_stages}_{self.mask}_{self.scheduler}"
             + ("_pingpong" if self.has_pingpong else "")
+            + ("_acc" if self.accumulates else "")
         )
 
 
@@ -93,7 +98,7 @@ class BackwardDkdvPlan:
     Otherwise each warpgroup owns 64 keys and does everything for them; `is_deferred` issues a block's dV and dK together
     with the next block's S and dP, for which registers must suffice and three stages are needed. `adds_dq` also computes
     dQ and adds it to a float32 accumulator in memory, in any order (not deterministic); `adds_dkdv` does so with dK and
-    dV of each query head, which share a key head.
+    dV of each query head, which share a key head. `accumulates` adds finished dK and dV to float32 values in memory.
     """
 
     dtype: DType
@@ -109,6 +114,7 @@ class BackwardDkdvPlan:
     adds_dkdv: bool
     scheduler: Literal["static", "dynamic"]
     mask: MaskKind
+    accumulates: bool
 
     kind = "backward_dkdv"
 
@@ -139,23 +145,28 @@ class BackwardDkdvPlan:
                 if self.adds_dq
                 else ""
             )
+            + ("_acc" if self.accumulates else "")
         )
 
 
 @dataclass(frozen=True, slots=True)
 class PostprocessPlan:
-    """Compile-time choices of the postprocess kernel: the float32 accumulator of dQ to dQ, or that of dK or dV."""
+    """Compile-time choices of the postprocess kernel: the float32 accumulator of dQ to dQ, or that of dK or dV.
+
+    `accumulates` adds to float32 values in memory instead of storing in the dtype.
+    """
 
     dtype: DType
     tile_m: int
     tile_hdim: int
+    accumulates: bool
 
     kind = "postprocess"
 
     @property
     def name(self) -> str:
         """Readable and unique among postprocess plans."""
-        return f"postprocess_{self.dtype}_{self.tile_m}x{self.tile_hdim}"
+        return f"postprocess_{self.dtype}_{self.tile_m}x{self.tile_hdim}" + ("_acc" if self.accumulates else "")
 
 
 BackwardKernelPlan = PreprocessPlan | BackwardDqPlan | BackwardDkdvPlan | PostprocessPlan
@@ -184,12 +195,16 @@ class BackwardPlans:
 
 @dataclass(frozen=True, slots=True)
 class BackwardRequest:
-    """What a backward call must deliver beyond its forward problem."""
+    """What a backward call must deliver beyond its forward problem.
+
+    `accumulates`: gradients are added, in float32, to what the caller gives.
+    """
 
     needs_dq: bool
     needs_dkdv: bool
     has_dlse: bool
     is_deterministic: bool
+    accumulates: bool = False
 
 
 def plan_backward(problem: AttentionProblem, request: BackwardRequest) -> BackwardPlans:
@@ -204,16 +219,16 @@ def plan_backward(problem: AttentionProblem, request: BackwardRequest) -> Backwa
             hdimv = round_up(hdimv, PIECE_COLS)
         return BackwardPlans(
             PreprocessPlan(problem.dtype, threads_per_row, request.has_dlse, hdim),
-            _dkdv_plan(problem, fused, hdim, hdimv, adds_dq=True, adds_dkdv=is_grouped),
+            _dkdv_plan(problem, request, fused, hdim, hdimv, adds_dq=True, adds_dkdv=is_grouped),
             None,
-            PostprocessPlan(problem.dtype, fused.m, hdim),
-            PostprocessPlan(problem.dtype, 2 * DQ_PIECE // hdim, hdim) if is_grouped else None,
-            PostprocessPlan(problem.dtype, 2 * DQ_PIECE // hdimv, hdimv) if is_grouped else None,
+            _postprocess_plan(problem, request, hdim),
+            _postprocess_plan(problem, request, hdim) if is_grouped else None,
+            _postprocess_plan(problem, request, hdimv) if is_grouped else None,
         )
     return BackwardPlans(
         PreprocessPlan(problem.dtype, threads_per_row, request.has_dlse, 0),
-        _dkdv_plan(problem, choose_dkdv_tile(hdim, hdimv), hdim, hdimv) if request.needs_dkdv else None,
-        _dq_plan(problem, hdim, hdimv) if request.needs_dq else None,
+        _dkdv_plan(problem, request, choose_dkdv_tile(hdim, hdimv), hdim, hdimv) if request.needs_dkdv else None,
+        _dq_plan(problem, request, hdim, hdimv) if request.needs_dq else None,
         None,
     )
 
@@ -227,8 +242,19 @@ def _scheduler(mask: MaskKind) -> Literal["static", "dynamic"]:
     return "static" if mask == "full" else "dynamic"
 
 
+def _postprocess_plan(problem: AttentionProblem, request: BackwardRequest, hdim: int) -> PostprocessPlan:
+    """Two pieces a CTA."""
+    return PostprocessPlan(problem.dtype, 2 * DQ_PIECE // hdim, hdim, request.accumulates)
+
+
 def _dkdv_plan(
-    problem: AttentionProblem, tile: DkdvTile, hdim: int, hdimv: int, adds_dq: bool = False, adds_dkdv: bool = False
+    problem: AttentionProblem,
+    request: BackwardRequest,
+    tile: DkdvTile,
+    hdim: int,
+    hdimv: int,
+    adds_dq: bool = False,
+    adds_dkdv: bool = False,
 ) -> BackwardDkdvPlan:
     mask = _mask(problem)
     return BackwardDkdvPlan(
@@ -245,10 +271,11 @@ def _dkdv_plan(
         adds_dkdv=adds_dkdv,
         scheduler=_scheduler(mask),
         mask=mask,
+        accumulates=request.accumulates and not adds_dkdv,
     )
 
 
-def _dq_plan(problem: AttentionProblem, hdim: int, hdimv: int) -> BackwardDqPlan:
+def _dq_plan(problem: AttentionProblem, request: BackwardRequest, hdim: int, hdimv: int) -> BackwardDqPlan:
     mask = _mask(problem)
     tile = choose_dq_tile(hdim, hdimv, is_full=mask == "full")
     return BackwardDqPlan(
@@ -262,4 +289,5 @@ def _dq_plan(problem: AttentionProblem, hdim: int, hdimv: int) -> BackwardDqPlan
         has_pingpong=tile.has_pingpong,
         scheduler=_scheduler(mask),
         mask=mask,
+        accumulates=request.accumulates,
     )

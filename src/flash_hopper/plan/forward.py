@@ -72,7 +72,7 @@ def plan_forward(problem: AttentionProblem) -> ForwardPlan:
     """The plan for a problem. Depends on dtype, head dims, flags and, for the tile height, on the lengths."""
     hdim, hdimv = round_up(problem.head_dim, HDIM_STEP), round_up(problem.head_dim_v, HDIM_STEP)
     mask = problem.mask.simplified(problem.seqlen_q, problem.seqlen_k)
-    tile = choose_tile(hdim, hdimv, mask.kind != "full", _typical_rows(problem, mask))
+    tile = choose_tile(hdim, hdimv, mask.kind, _typical_rows(problem, mask))
     buffers = choose_buffers(tile, hdim, hdimv, problem.dtype.itemsize)
     return ForwardPlan(
         dtype=problem.dtype,

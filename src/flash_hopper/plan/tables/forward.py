@@ -7,6 +7,7 @@ covers both head dims; what fits into shared memory is decided by `plan/budget.p
 from dataclasses import dataclass
 
 from flash_hopper.geometry.arith import round_up
+from flash_hopper.problem.mask import MaskKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,8 @@ class Row:
 
 # A row's `short` tile is taken if `tile` would pad the query length by more than this over it.
 SHORT_TILE_GAIN = 1.04
+# Bounds of a chunk do not fit into the 112 registers that a thread has beside four consumer warpgroups.
+CHUNK_MAX_M = 192
 
 ROWS = (
     Row(64, 64, Tile(192, 128), Tile(256, 64), 4096, "H200, 2026-11: full 4k 570 against 566, causal 2k 460 against 484"),
@@ -52,12 +55,12 @@ def choose_row(hdim: int, hdimv: int) -> Row:
     return next(r for r in ROWS if hdim <= r.hdim and hdimv <= r.hdimv)
 
 
-def choose_tile(hdim: int, hdimv: int, is_masked: bool, seqlen_q: int) -> Tile:
-    """The tile for padded head dims, with or without a mask, and a query length."""
+def choose_tile(hdim: int, hdimv: int, mask: MaskKind, seqlen_q: int) -> Tile:
+    """The tile for padded head dims, a mask and a query length."""
     row = choose_row(hdim, hdimv)
-    if row.short is None:
+    if row.short is None or (mask == "chunk" and row.short.m > CHUNK_MAX_M):
         return row.tile
-    if is_masked and seqlen_q <= row.causal_short_to:
+    if mask != "full" and seqlen_q <= row.causal_short_to:
         return row.short
     padded, padded_short = round_up(seqlen_q, row.tile.m), round_up(seqlen_q, row.short.m)
     return row.short if padded > SHORT_TILE_GAIN * padded_short else row.tile
