@@ -44,6 +44,7 @@ REQUESTS = [
     for needs_dq, needs_dkdv, has_dlse, is_deterministic in product(BOTH, BOTH, BOTH, BOTH)
     if needs_dq or needs_dkdv
 ]
+REQUESTS += [dataclasses.replace(request, accumulates=True) for request in REQUESTS if not request.has_dlse]
 FUSED_UP_TO = FUSED_ROWS[-1][0]
 
 
@@ -130,6 +131,16 @@ def test_dk_and_dv_of_grouped_heads_are_converted_if_they_are_added_up(every):
             assert asked.heads > asked.heads_k
             assert plans.postprocess_dk.tile_hdim == plans.dkdv.tile_hdim
             assert plans.postprocess_dv.tile_hdim == plans.dkdv.tile_hdimv
+
+
+def test_gradients_that_a_caller_sums_up_are_added_by_whatever_finishes_them(every):
+    for _, request, plans in every:
+        if plans.dq is not None:
+            assert plans.dq.accumulates == request.accumulates
+        if plans.dkdv is not None:
+            assert plans.dkdv.accumulates == (request.accumulates and not plans.dkdv.adds_dkdv)
+        for plan in (plans.postprocess, plans.postprocess_dk, plans.postprocess_dv):
+            assert plan is None or plan.accumulates == request.accumulates
 
 
 def test_kernels_of_a_call_agree_on_dtype_mask_and_head_dims(every):

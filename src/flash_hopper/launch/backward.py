@@ -13,9 +13,10 @@ import torch
 
 from flash_hopper.compile.store import get_kernel
 from flash_hopper.geometry.arith import round_up
-from flash_hopper.geometry.masks import UNBOUNDED
+from flash_hopper.geometry.masks import kernel_bounds
 from flash_hopper.geometry.tiles import heads_per_section
 from flash_hopper.launch.device import device_facts, tile_counter
+from flash_hopper.launch.sequences import Sequences
 from flash_hopper.launch.tensors import addressable
 from flash_hopper.plan.backward import STATISTICS_ROWS, BackwardPlans, BackwardRequest, plan_backward
 from flash_hopper.problem.attention import AttentionProblem
@@ -51,20 +52,26 @@ class PreparedBackward:
         lse: torch.Tensor,
         dout: torch.Tensor,
         dlse: torch.Tensor | None,
+        sequences: Sequences | None = None,
+        into: Gradients | None = None,
     ) -> Gradients:
         """(dq, dk, dv) in the dtype of q, contiguous, None where not needed.
 
-        out, lse: as the forward returned them; dout: like out, any strides; dlse: like lse, if `request.has_dlse`.
+        out, lse: as the forward returned them; dout: like out, any strides; dlse: like lse, if `request.has_dlse`; into, if
+        `request.accumulates`: float32 tensors like q, k and v, None where not needed, last stride 1, to which the gradients
+        are added, and which are returned.
         """
+        assert self.request.accumulates == (into is not None), "prepared for another call"
         if torch._C._cuda_getDevice() != self.device_index:
             with torch.cuda.device(self.device_index):
-                return self.run(q, k, v, out, lse, dout, dlse)
-        needs_dq, needs_dkdv = self.request.needs_dq, self.request.needs_dkdv
-        dq = torch.empty(q.shape, dtype=q.dtype, device=q.device) if needs_dq else None
-        dk = torch.empty(k.shape, dtype=q.dtype, device=q.device) if needs_dkdv else None
-        dv = torch.empty(v.shape, dtype=q.dtype, device=q.device) if needs_dkdv else None
+                return self.run(q, k, v, out, lse, dout, dlse, sequences, into)
+        dq, dk, dv = self._allocate(q, k, v) if into is None else into
         if self.preprocess is None:
-            return tuple(None if g is None else g.zero_() for g in (dq, dk, dv))  # type: ignore[return-value]
+            if into is None:
+                for gradient in (dq, dk, dv):
+                    if gradient is not None:
+                        gradient.zero_()
+            return dq, dk, dv
         q, k, v, out, dout = (addressable(t) for t in (q, k, v, out, dout))
         statistics, accumulator = self._workspace(q)
         p = self.problem
@@ -74,12 +81,29 @@ class PreparedBackward:
                 p.seqlen_k * _row_bytes(p), self._is_masked, p.heads, p.batch, p.qhead_per_kvhead
             )
             self.dq(
-                q, k, v, dout, dq, statistics, self._counter(), *self._bounds(), p.softmax_scale, self.ctas, section
+                q,
+                k,
+                v,
+                dout,
+                dq,
+                statistics,
+                self._counter(),
+                *kernel_bounds(self.mask),
+                p.softmax_scale,
+                self.ctas,
+                section,
             )
         if dk is not None and dv is not None:
             self._run_dkdv(q, k, v, dout, dk, dv, statistics, accumulator)
         if self.postprocess is not None:
             self.postprocess(accumulator, dq, p.softmax_scale)
+        return dq, dk, dv
+
+    def _allocate(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Gradients:
+        needs_dq, needs_dkdv = self.request.needs_dq, self.request.needs_dkdv
+        dq = torch.empty(q.shape, dtype=q.dtype, device=q.device) if needs_dq else None
+        dk = torch.empty(k.shape, dtype=q.dtype, device=q.device) if needs_dkdv else None
+        dv = torch.empty(v.shape, dtype=q.dtype, device=q.device) if needs_dkdv else None
         return dq, dk, dv
 
     def _run_dkdv(
@@ -106,7 +130,7 @@ class PreparedBackward:
         heads, group = (p.heads, 1) if plan.adds_dkdv else (p.heads_k, p.qhead_per_kvhead)
         section = heads_per_section(p.seqlen_q * group * _row_bytes(p), self._is_masked, heads, p.batch, 1)
         self.dkdv(
-            q, k, v, dout, dk_target, dv_target, statistics, accumulator, self._counter(), *self._bounds(),
+            q, k, v, dout, dk_target, dv_target, statistics, accumulator, self._counter(), *kernel_bounds(self.mask),
             p.softmax_scale, self.ctas, section,
         )  # fmt: skip
         if self.postprocess_dk is not None and self.postprocess_dv is not None:
@@ -130,13 +154,6 @@ class PreparedBackward:
 
     def _counter(self) -> torch.Tensor | None:
         return tile_counter(self.device_index) if self._is_masked else None
-
-    def _bounds(self) -> tuple[int | None, int | None, int | None]:
-        """left, right and chunk as the kernels take them."""
-        if self.mask.kind in ("full", "causal"):
-            return None, None, None
-        left, right = (UNBOUNDED if bound is None else bound for bound in (self.mask.left, self.mask.right))
-        return left, right, self.mask.chunk
 
 
 def _row_bytes(p: AttentionProblem) -> int:

@@ -14,8 +14,8 @@ class DkdvArgs(NamedTuple):
     mK: cute.Tensor  # (seqlen_k, head_dim, heads_k, batch)
     mV: cute.Tensor  # (seqlen_k, head_dim_v, heads_k, batch)
     mdO: cute.Tensor  # (seqlen_q, head_dim_v, heads, batch)
-    mdK: cute.Tensor  # (seqlen_k, head_dim, heads_k, batch), or like mAccumulator over heads_k
-    mdV: cute.Tensor  # (seqlen_k, head_dim_v, heads_k, batch), or like mAccumulator over heads_k
+    mdK: cute.Tensor  # (seqlen_k, head_dim, heads_k, batch), float32 if added to, or like mAccumulator over heads_k
+    mdV: cute.Tensor  # (seqlen_k, head_dim_v, heads_k, batch), likewise
     mStatistics: cute.Tensor  # (rows, heads, batch, 2) float32: LSE in base 2, D
     mAccumulator: cute.Tensor | None  # (4096, batch, heads, piece) float32, if dQ is added up
     tile_counter: cute.Tensor | None  # (1,) int32, dynamic scheduler only
@@ -45,7 +45,7 @@ class DkdvAtoms(NamedTuple):
     tma_k: cute.CopyAtom
     tma_v: cute.CopyAtom
     tma_statistics: cute.CopyAtom
-    tma_dk: cute.CopyAtom | None  # None if dK and dV are added up
+    tma_dk: cute.CopyAtom | None  # None if dK and dV are added in memory
     tma_dv: cute.CopyAtom | None
     mma_s: cute.TiledMma  # 64 x tile_m: K Q^T and V dO^T, both from shared memory
     mma_dk: cute.TiledMma  # 64 x tile_hdim: dS^T Q, dS^T from registers

@@ -102,16 +102,30 @@ class Consumer:
         while coord.block >= 0:
             pipes.keys.consumer_wait(keys_state)
             at = self.tile(resources, scores, grads, coord, at, wg, thread)
-            epilogue_sync(wg)  # every warp of the warpgroup has finished its wgmmas on K and V
-            self.epilogue.stage(grads.acc_dK, atoms.mma_dk, args.scale, shared.sK[None, None, wg], wg, thread)
-            self.epilogue.store(atoms.tma_dk, args.mdK, shared.sK[None, None, wg], plan.tile_hdim, coord, wg, thread)
-            self.epilogue.stage(scores.acc_dV, atoms.mma_dv, Float32(1.0), shared.sV[None, None, wg], wg, thread)
-            self.epilogue.store(atoms.tma_dv, args.mdV, shared.sV[None, None, wg], plan.tile_hdimv, coord, wg, thread)
-            self.epilogue.wait_stored(thread)
-            pipes.keys.consumer_release(keys_state)
+            if const_expr(plan.accumulates):
+                pipes.keys.consumer_release(keys_state)
+                self.epilogue.add(grads.acc_dK, args.scale, args, args.mdK, coord, wg, thread)
+                self.epilogue.add(scores.acc_dV, Float32(1.0), args, args.mdV, coord, wg, thread)
+            else:
+                self.store(resources, scores, grads, coord, wg, thread)
+                pipes.keys.consumer_release(keys_state)
             keys_state.advance()
             coord = pipes.tiles.read(tile_state)
             tile_state.advance()
+
+    @cute.jit
+    def store(
+        self, resources: Resources, scores: ScoreSide, grads: GradSide, coord: TileCoord, wg: Int32, thread: Int32
+    ) -> None:
+        """dK and dV by TMA, through K's and V's memory, which is free when this returns."""
+        args, atoms, shared, _ = resources
+        plan, epilogue = self.plan, self.epilogue
+        epilogue_sync(wg)  # every warp of the warpgroup has finished its wgmmas on K and V
+        epilogue.stage(grads.acc_dK, atoms.mma_dk, args.scale, shared.sK[None, None, wg], wg, thread)
+        epilogue.store(atoms.tma_dk, args.mdK, shared.sK[None, None, wg], plan.tile_hdim, coord, wg, thread)
+        epilogue.stage(scores.acc_dV, atoms.mma_dv, Float32(1.0), shared.sV[None, None, wg], wg, thread)
+        epilogue.store(atoms.tma_dv, args.mdV, shared.sV[None, None, wg], plan.tile_hdimv, coord, wg, thread)
+        epilogue.wait_stored(thread)
 
     @cute.jit
     def tile(

@@ -1,9 +1,14 @@
-"""dK and dV of one warpgroup: registers -> K's or V's buffer -> TMA store, which clips keys past seqlen_k."""
+"""dK and dV of one warpgroup: registers -> K's or V's buffer -> TMA store, which clips keys past seqlen_k.
 
+Where the caller sums gradients up: registers -> float32 values in memory.
+"""
+
+from flash_hopper.device.accumulate import add_to_rows
 from flash_hopper.device.barriers import epilogue_sync
 from flash_hopper.device.dsl import ELEMENT_TYPES, Float32, Int32, cute, warp
 from flash_hopper.device.pipelines import partition
 from flash_hopper.geometry.tiles import TileCoord
+from flash_hopper.kernels.backward_dkdv.args import DkdvArgs
 from flash_hopper.kernels.backward_dkdv.storage import WG_KEYS
 from flash_hopper.plan.backward import BackwardDkdvPlan
 
@@ -47,6 +52,15 @@ class Epilogue:
             with cute.arch.elect_one():
                 cute.copy(tma, src, dst)
                 cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def add(
+        self, acc: cute.Tensor, factor: Float32, args: DkdvArgs, m: cute.Tensor, coord: TileCoord, band: Int32,
+        thread: Int32,
+    ) -> None:  # fmt: skip
+        """factor * acc to one band of 64 keys of float32 dK or dV."""
+        key = coord.block * self.plan.tile_n + band * WG_KEYS
+        add_to_rows(acc, factor, m[None, None, coord.head, coord.batch], key, Int32(0), args.lengths().k, thread)
 
     @cute.jit
     def wait_stored(self, thread: Int32) -> None:

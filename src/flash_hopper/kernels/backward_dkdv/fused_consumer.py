@@ -46,7 +46,7 @@ class FusedConsumer:
     @cute.jit
     def run(self, resources: Resources, wg: Int32, thread: Int32) -> None:
         """All tiles that the producer posts."""
-        _, atoms, shared, pipes = resources
+        args, atoms, shared, pipes = resources
         plan = self.plan
         scores, grads = score_side(plan, atoms, shared, wg), grad_side(plan, atoms, shared, wg)
         dq = dq_side(plan, atoms, shared, wg)
@@ -59,9 +59,13 @@ class FusedConsumer:
             at = self.tile(resources, scores, grads, dq, coord, at, wg, thread)
             pipes.keys.consumer_release(keys_state)  # the next tile's keys load during this epilogue
             keys_state.advance()
-            if const_expr(plan.adds_dkdv):
-                self.mail_keys(shared, scores.acc_dV, plan.tile_hdimv, wg, thread)
-                self.mail_keys(shared, grads.acc_dK, plan.tile_hdim, wg, thread)
+            if const_expr(plan.adds_dkdv or plan.accumulates):
+                if const_expr(plan.adds_dkdv):
+                    self.mail_keys(shared, scores.acc_dV, plan.tile_hdimv, wg, thread)
+                    self.mail_keys(shared, grads.acc_dK, plan.tile_hdim, wg, thread)
+                else:
+                    self.epilogue.add(scores.acc_dV, Float32(1.0), args, args.mdV, coord, wg, thread)
+                    self.epilogue.add(grads.acc_dK, args.scale, args, args.mdK, coord, wg, thread)
                 mail_wait(wg, is_full=False)  # the mailbox is this warpgroup's at a tile's start
                 all_consumers_sync(2)  # both warpgroups have finished their wgmmas on dS
             else:

@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 from flash_hopper.device import placeholders
+from flash_hopper.device.accumulate import summed_tensor
 from flash_hopper.device.dsl import (
     ELEMENT_TYPES,
     Float32,
@@ -88,8 +89,8 @@ class BackwardDkdvKernel:
         heads_per_section: Int32,
         stream: cuda.CUstream,
     ):
-        """Launch. q: (batch, seqlen_q, heads, head_dim); k, dk, v, dv: (batch, seqlen_k, heads_k, ...); dout: (batch,
-        seqlen_q, heads, head_dim_v); statistics: (2, batch, heads, rows), rows a multiple of plan.tile_m;
+        """Launch. q: (batch, seqlen_q, heads, head_dim); k, dk, v, dv: (batch, seqlen_k, heads_k, ...), dk and dv float32 if
+        plan.accumulates; dout: (batch, seqlen_q, heads, head_dim_v); statistics: (2, batch, heads, rows), rows a multiple of plan.tile_m;
         accumulator: (batch, heads, rows * plan.tile_hdim) float32, zero, if plan.adds_dq. If plan.adds_dkdv, dk and dv
         are accumulators, too: (batch, heads_k, n_blocks * tile_n * head dim of the plan) float32, zero. left, right, chunk:
         see `geometry/masks.py`, None unless the plan's mask is a window or chunks."""
@@ -109,6 +110,8 @@ class BackwardDkdvKernel:
         )
         if const_expr(plan.adds_dkdv):
             (tma_dk, mdK), (tma_dv, mdV) = (None, self.by_piece(dk)), (None, self.by_piece(dv))
+        elif const_expr(plan.accumulates):
+            (tma_dk, mdK), (tma_dv, mdV) = (None, seqlen_major(dk)), (None, seqlen_major(dv))
         else:
             tma_dk, mdK = cpasync.make_tiled_tma_atom(store, seqlen_major(dk), tiles.k, (WG_KEYS, plan.tile_hdim))
             tma_dv, mdV = cpasync.make_tiled_tma_atom(store, seqlen_major(dv), tiles.v, (WG_KEYS, plan.tile_hdimv))
@@ -202,6 +205,8 @@ def placeholder_arguments(plan: BackwardDkdvPlan) -> tuple[Any, ...]:
     def key_gradient(cols: Any) -> Any:
         if plan.adds_dkdv:
             return placeholders.accumulator(batch, heads_k, DQ_PIECE)
+        if plan.accumulates:
+            return summed_tensor(batch, seqlen_k, heads_k, cols)
         return placeholders.heads_tensor(dtype, batch, seqlen_k, heads_k, cols)
 
     return (

@@ -6,7 +6,7 @@ makes P while it runs; warpgroup 1 makes dS while dV or dK runs.
 """
 
 from flash_hopper.device.barriers import all_consumers_sync, handover_arrive, handover_wait
-from flash_hopper.device.dsl import Float32, Int32, cute, cutlass, warpgroup
+from flash_hopper.device.dsl import Float32, Int32, const_expr, cute, cutlass, warpgroup
 from flash_hopper.device.layouts import acc_as_rows
 from flash_hopper.device.pipelines import consumer_state
 from flash_hopper.device.probabilities import grad_columns
@@ -84,12 +84,15 @@ class SplitConsumer:
             warpgroup.wait_group(0)
             pipes.do.consumer_release(at.do)
             at = at.ahead()
-            all_consumers_sync(2)  # warpgroup 1 has finished its wgmmas on V
-            self.epilogue.stage(side.acc_dV, atoms.mma_dv, Float32(1.0), shared.sV[None, None, 0], Int32(0), thread)
-            self.epilogue.store(
-                atoms.tma_dv, args.mdV, shared.sV[None, None, 0], plan.tile_hdimv, coord, Int32(0), thread
-            )
-            self.epilogue.wait_stored(thread)
+            if const_expr(plan.accumulates):
+                self.epilogue.add(side.acc_dV, Float32(1.0), args, args.mdV, coord, Int32(0), thread)
+            else:
+                all_consumers_sync(2)  # warpgroup 1 has finished its wgmmas on V
+                self.epilogue.stage(side.acc_dV, atoms.mma_dv, Float32(1.0), shared.sV[None, None, 0], Int32(0), thread)
+                self.epilogue.store(
+                    atoms.tma_dv, args.mdV, shared.sV[None, None, 0], plan.tile_hdimv, coord, Int32(0), thread
+                )
+                self.epilogue.wait_stored(thread)
             pipes.keys.consumer_release(keys_state)
             keys_state.advance()
             coord = pipes.tiles.read(tile_state)
@@ -139,12 +142,15 @@ class SplitConsumer:
                 warpgroup.wait_group(0)
                 pipes.q.consumer_release(at.q)
                 at = at.ahead()
-            all_consumers_sync(2)  # warpgroup 0 has finished its wgmmas on K
-            self.epilogue.stage(side.acc_dK, atoms.mma_dk, args.scale, shared.sK[None, None, 0], Int32(1), thread)
-            self.epilogue.store(
-                atoms.tma_dk, args.mdK, shared.sK[None, None, 0], plan.tile_hdim, coord, Int32(0), thread
-            )
-            self.epilogue.wait_stored(thread)
+            if const_expr(plan.accumulates):
+                self.epilogue.add(side.acc_dK, args.scale, args, args.mdK, coord, Int32(0), thread)
+            else:
+                all_consumers_sync(2)  # warpgroup 0 has finished its wgmmas on K
+                self.epilogue.stage(side.acc_dK, atoms.mma_dk, args.scale, shared.sK[None, None, 0], Int32(1), thread)
+                self.epilogue.store(
+                    atoms.tma_dk, args.mdK, shared.sK[None, None, 0], plan.tile_hdim, coord, Int32(0), thread
+                )
+                self.epilogue.wait_stored(thread)
             pipes.keys.consumer_release(keys_state)
             keys_state.advance()
             coord = pipes.tiles.read(tile_state)

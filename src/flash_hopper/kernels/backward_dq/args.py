@@ -14,7 +14,7 @@ class DqArgs(NamedTuple):
     mK: cute.Tensor  # (seqlen_k, head_dim, heads_k, batch)
     mV: cute.Tensor  # (seqlen_k, head_dim_v, heads_k, batch)
     mdO: cute.Tensor  # (seqlen_q, head_dim_v, heads, batch)
-    mdQ: cute.Tensor  # (seqlen_q, head_dim, heads, batch)
+    mdQ: cute.Tensor  # (seqlen_q, head_dim, heads, batch), float32 if it is added to
     mStatistics: cute.Tensor  # (2, batch, heads, rows) float32: LSE in base 2, D
     tile_counter: cute.Tensor | None  # (1,) int32, dynamic scheduler only
     left: Int32 | None  # bounds of the mask, for windows and chunks only
@@ -42,7 +42,7 @@ class DqAtoms(NamedTuple):
     tma_k: cute.CopyAtom
     tma_v: cute.CopyAtom
     tma_do: cute.CopyAtom
-    tma_dq: cute.CopyAtom
+    tma_dq: cute.CopyAtom | None  # None if dQ is added to what is there
     mma_s: cute.TiledMma  # 64 x tile_n: Q K^T, both from shared memory
     mma_dp: cute.TiledMma  # 64 x tile_n: dO V^T, both from shared memory
     mma_dq: cute.TiledMma  # 64 x tile_hdim: dS K, dS from registers

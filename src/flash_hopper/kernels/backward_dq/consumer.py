@@ -6,6 +6,7 @@ tensor core works for the other warpgroups. V is free as soon as dP is done, K w
 
 from typing import Any, NamedTuple
 
+from flash_hopper.device.accumulate import add_to_rows
 from flash_hopper.device.barriers import Turns, epilogue_sync
 from flash_hopper.device.dsl import ELEMENT_TYPES, Float32, Int32, const_expr, cute, cutlass, warp, warpgroup
 from flash_hopper.device.gemm import issue
@@ -71,8 +72,12 @@ class Consumer:
             view = RowView(first_row, thread % 4 * 2, lse_log2, delta)
             pipes.rows.consumer_wait(rows_state)
             k_state, v_state = self.tile(args, atoms, pipes, frags, view, coord, k_state, v_state, wg)
-            self.store_dq(args, atoms, shared, frags, coord, wg, thread)
-            pipes.rows.consumer_release(rows_state)
+            if const_expr(plan.accumulates):
+                pipes.rows.consumer_release(rows_state)
+                self.add_dq(args, frags, coord, wg, thread)
+            else:
+                self.store_dq(args, atoms, shared, frags, coord, wg, thread)
+                pipes.rows.consumer_release(rows_state)
             rows_state.advance()
             coord = pipes.tiles.read(tile_state)
             tile_state.advance()
@@ -192,6 +197,13 @@ class Consumer:
             acc_as_rows(frags.acc_S), args.scale_log2, view.lse_log2, visible, n_block * plan.tile_n + view.lane_col,
             is_masked, plan.is_windowed,
         )  # fmt: skip
+
+    @cute.jit
+    def add_dq(self, args: DqArgs, frags: Fragments, coord: TileCoord, wg: Int32, thread: Int32) -> None:
+        """scale * dQ to float32 values in memory."""
+        row = coord.block * self.plan.tile_m + wg * WG_ROWS
+        mdQ = args.mdQ[None, None, coord.head, coord.batch]
+        add_to_rows(frags.acc_dQ, args.scale, mdQ, row, Int32(0), args.lengths().q, thread)
 
     @cute.jit
     def store_dq(

@@ -4,11 +4,13 @@ import math
 from typing import Any
 
 from flash_hopper.device import placeholders
+from flash_hopper.device.accumulate import summed_tensor
 from flash_hopper.device.dsl import (
     ELEMENT_TYPES,
     Float32,
     Int32,
     OperandMajorMode,
+    const_expr,
     cpasync,
     cuda,
     cute,
@@ -71,7 +73,7 @@ class BackwardDqKernel:
         heads_per_section: Int32,
         stream: cuda.CUstream,
     ):
-        """Launch. q, dq: (batch, seqlen_q, heads, head_dim); k, v: (batch, seqlen_k, heads_k, ...); dout: (batch,
+        """Launch. q, dq: (batch, seqlen_q, heads, head_dim), dq float32 if plan.accumulates; k, v: (batch, seqlen_k, heads_k, ...); dout: (batch,
         seqlen_q, heads, head_dim_v); statistics: (2, batch, heads, rows) of the preprocess kernel; left, right, chunk: see
         `geometry/masks.py`, None unless the plan's mask is a window or chunks."""
         plan = self.plan
@@ -82,11 +84,13 @@ class BackwardDqKernel:
         tma_do, mdO_tma = cpasync.make_tiled_tma_atom(load, mdO, tiles.do, (WG_ROWS, plan.tile_hdimv))
         tma_k, mK_tma = cpasync.make_tiled_tma_atom(load, mK, tiles.k, (plan.tile_n, plan.tile_hdim))
         tma_v, mV_tma = cpasync.make_tiled_tma_atom(load, mV, tiles.v, (plan.tile_n, plan.tile_hdimv))
-        tma_dq, mdQ_tma = cpasync.make_tiled_tma_atom(store, mdQ, tiles.q, (WG_ROWS, plan.tile_hdim))
+        tma_dq = None
+        if const_expr(not plan.accumulates):
+            tma_dq, mdQ = cpasync.make_tiled_tma_atom(store, mdQ, tiles.q, (WG_ROWS, plan.tile_hdim))
         m_blocks = ceil_div(mQ.shape[0], plan.tile_m)
         total = m_blocks * mQ.shape[2] * mQ.shape[3]
         args = DqArgs(
-            mQ_tma, mK_tma, mV_tma, mdO_tma, mdQ_tma, statistics, tile_counter, left, right, chunk, scale,
+            mQ_tma, mK_tma, mV_tma, mdO_tma, mdQ, statistics, tile_counter, left, right, chunk, scale,
             scale * Float32(LOG2_E), m_blocks, total, heads_per_section,
         )  # fmt: skip
         atoms = DqAtoms(tma_q, tma_k, tma_v, tma_do, tma_dq, *self.tiled_mmas())
@@ -117,7 +121,7 @@ class BackwardDqKernel:
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
-            for descriptor in (atoms.tma_q, atoms.tma_k, atoms.tma_v, atoms.tma_do, atoms.tma_dq):
+            for descriptor in filter(None, (atoms.tma_q, atoms.tma_k, atoms.tma_v, atoms.tma_do, atoms.tma_dq)):
                 cpasync.prefetch_descriptor(descriptor)
         storage, shared = allocate(plan, self.shared_struct, tiles)
         pipes = self.pipelines(storage, tiles)
@@ -160,7 +164,9 @@ def placeholder_arguments(plan: BackwardDqPlan) -> tuple[Any, ...]:
         placeholders.heads_tensor(dtype, batch, seqlen_k, heads_k, hdim),
         placeholders.heads_tensor(dtype, batch, seqlen_k, heads_k, hdimv),
         placeholders.heads_tensor(dtype, batch, seqlen_q, heads, hdimv),
-        placeholders.heads_tensor(dtype, batch, seqlen_q, heads, hdim),
+        summed_tensor(batch, seqlen_q, heads, hdim)
+        if plan.accumulates
+        else placeholders.heads_tensor(dtype, batch, seqlen_q, heads, hdim),
         placeholders.statistics(batch, heads),
         placeholders.tile_counter(plan.scheduler),
         *placeholders.mask_bounds(plan.mask),
