@@ -106,6 +106,8 @@ def _as_operator(
         requested_features(asked)  # each option's type and range
         refuse_transforms()
     ops.check_expressed(asked)
+    if sequences is not None:
+        ops.check_ragged(sequences)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         _refuse_out(out)
     q, k, v = _autocast(q, k, v)

@@ -207,6 +207,18 @@ def test_a_ragged_call_that_the_backward_could_not_follow_is_refused_when_traced
         function_of()(*arguments)
 
 
+def test_a_ragged_call_without_lengths_is_no_dense_call(place):
+    inputs = place.inputs()
+
+    def function(*x):
+        return flash_attn_varlen_func(*x, None, None, 40, 70)
+
+    with pytest.raises(Exception, match="call flash_attn_func"):
+        torch.compile(function, fullgraph=True, backend="eager")(*inputs)
+    with Calls(), pytest.raises(flash_hopper.ArgumentError, match="call flash_attn_func"):
+        function(*inputs)
+
+
 # Checkpointing
 
 

@@ -152,7 +152,7 @@ def gradients(
     is_deterministic = Feature.DETERMINISTIC in problem.features
     request = BackwardRequest(needs_dq, needs_dkdv, dlse is not None, is_deterministic, accumulates=into is not None)
     prepared = prepare_backward(problem, request, q.device.index)
-    return prepared.run(q, k, v, out, lse, dout, dlse, sequences, into)
+    return prepared.run(q, k, v, out, lse, dout, dlse, sequences=sequences, into=into)
 
 
 def _reference_gradients(

@@ -24,7 +24,7 @@ from flash_hopper.launch.attention import gradients, prepared_call
 from flash_hopper.launch.sequences import HINTS, TENSORS, Sequences, described_problem
 from flash_hopper.launch.tensors import check_results, lse_dtype, result_shapes
 from flash_hopper.problem.attention import AttentionOptions, AttentionProblem
-from flash_hopper.problem.errors import DeviceError, UnsupportedError
+from flash_hopper.problem.errors import ArgumentError, DeviceError, UnsupportedError
 from flash_hopper.problem.features import Feature, check_supported
 from flash_hopper.reference import tiled
 
@@ -79,6 +79,14 @@ def check_expressed(options: AttentionOptions) -> None:
     missing = [feature.value for feature, is_asked in asked if is_asked]
     if missing:
         raise UnsupportedError(f"the operator {FORWARD} does not support: {'; '.join(missing)}")
+
+
+def check_ragged(sequences: Sequences) -> None:
+    """Raise ArgumentError for a bundle without lengths, which the operators would take for a dense batch."""
+    if not sequences.present:
+        raise ArgumentError(
+            f"one of {', '.join(TENSORS)} must be given; call flash_attn_func for a batch without lengths"
+        )
 
 
 def flags_of(options: AttentionOptions) -> tuple[Any, ...]:
