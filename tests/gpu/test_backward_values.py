@@ -121,7 +121,7 @@ def test_refusals_of_a_backward_come_at_the_forward_call_and_allocate_nothing(de
     attention = flash_hopper.flash_attn_func
     refused = (
         (flash_hopper.ArgumentError, lambda: attention(q, k, v, out=torch.empty(0, device=device))),
-        (flash_hopper.UnsupportedError, lambda: attention(q, k, v, window_size=(8, 0))),
+        (flash_hopper.UnsupportedError, lambda: attention(q, k, v, num_splits=3)),
         (flash_hopper.UnsupportedError, lambda: attention(q, k, v, softcap=30.0)),
         (flash_hopper.DTypeError, lambda: attention(q.float(), k.float(), v.float())),
     )

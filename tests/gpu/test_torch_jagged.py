@@ -1,4 +1,4 @@
-"""Jagged tensors on a GPU, where the kernels compute."""
+"""Jagged tensors on a GPU, where the kernels compute them."""
 
 import pytest
 import torch

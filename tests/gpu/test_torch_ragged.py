@@ -1,4 +1,4 @@
-"""Ragged batches, windows and chunks through the kernels."""
+"""Ragged batches, windows and chunks by eager calls on a GPU, where the kernels compute them."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Ragged batches through the torch operators on a GPU, where the kernels compute them."""
+"""Ragged batches through the torch operators on a GPU; torch.compile generates code around them."""
 
 import pytest
 import torch

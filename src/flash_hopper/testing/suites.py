@@ -9,6 +9,7 @@ from dataclasses import replace
 from flash_hopper.compile.key import Plan
 from flash_hopper.plan.backward import BackwardRequest, plan_backward
 from flash_hopper.plan.forward import ForwardPlan, plan_forward
+from flash_hopper.plan.schedule import SchedulePlan
 from flash_hopper.problem.errors import ArgumentError
 from flash_hopper.testing import backward_cases, forward_cases, ragged_cases, window_cases
 from flash_hopper.testing.cases import Case
@@ -66,5 +67,9 @@ def plans_of(cases: Iterable[Case]) -> list[Plan]:
     """The kernels that some cases need, each once, in the order of first use."""
     found: dict[Plan, None] = {}
     for case in cases:
-        found |= dict.fromkeys(plan for plan in (plan_of(case), *backward_plans_of(case)) if plan is not None)
+        forward = plan_of(case)
+        if forward is None:
+            continue
+        prepare = [SchedulePlan()] if forward.is_ragged else []
+        found |= dict.fromkeys([*prepare, forward, *backward_plans_of(case)])
     return list(found)

@@ -66,13 +66,34 @@ def as_backward(case: Case, **fields: Any) -> Case:
 def with_directions(case: Case, i: int) -> Iterator[Case]:
     """A forward and a backward case; every third backward is deterministic, and others have a gradient of lse."""
     yield case
-    yield as_backward(case, deterministic=i % 3 == 0, dlse=("none", "bhs", "none", "bsh")[i % 4])
+    if case.dtype == FP16:
+        yield as_backward(case)
+    else:
+        yield as_backward(case, deterministic=i % 3 == 0, dlse=("none", "bhs", "none", "bsh")[i % 4])
+
+
+def is_served(case: Case) -> bool:
+    """False for a case that alone would need a kernel: one whose window cuts nothing at these lengths, for rare head dims.
+
+    Kernels of fp16 neither are deterministic nor take a gradient of lse here: nothing of either depends on the dtype.
+    """
+    kind = case.mask.simplified(case.problem().seqlen_q, case.problem().seqlen_k).kind
+    if case.dtype == FP16 and (case.deterministic or case.dlse != "none"):
+        return False
+    if case.dtype == BF16 and case.d == case.dv and case.d in (64, 128):
+        return True
+    known = [kinds for dims, dtype, kinds in SETTINGS if (case.d, case.dtype) == (_head_dim(dims), dtype)]
+    return not known or kind in (known[0] if case.is_ragged else {"local", "chunk"})
+
+
+def _head_dim(dims: Dims | int) -> int:
+    return dims[0] if isinstance(dims, tuple) else dims
 
 
 def windows() -> list[Case]:
     """The whole grid."""
     groups = (_every_mask, _wide_windows, _every_length, _values, _layouts, _mixtures)
-    return [case for group in groups for case in group()]
+    return [case for group in groups for case in group() if is_served(case)]
 
 
 def _every_mask() -> Iterator[Case]:
@@ -149,4 +170,4 @@ def _mixtures() -> Iterator[Case]:
         elif draw.random() < 0.5:
             mask = {"left": draw.randint(0, bound), "causal": True}
         case = replace(case, values=draw.choice(HARMFUL), **mask)
-        yield as_backward(case, deterministic=draw.random() < 0.4) if i % 2 else case
+        yield as_backward(case, deterministic=dtype == BF16 and draw.random() < 0.4) if i % 2 else case
