@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import flash_hopper
+from flash_hopper.testing import run
 from flash_hopper.testing.cases import Case
 from flash_hopper.testing.inputs import make_inputs, used_rows
 from flash_hopper.testing.ragged_cases import SIDES
@@ -170,6 +171,43 @@ def lengths_changed(q, k, v, cu_q, *rest, **options):
 def test_a_broken_promise_of_a_ragged_call_is_found(case, function, told):
     assert run_case(case).passed
     result = run_case(case, function=function)
+    assert not result.passed
+    assert told in result.message
+
+
+def test_the_accumulate_suite_passes_on_the_cpu():
+    failures = [f"{r.case}: {r.message}" for r in map(run_case, sample(suite("accumulate"), 30)) if not r.passed]
+    assert not failures, failures[:5]
+
+
+def replaced(gradients):
+    """New buffers in place of the given ones."""
+    return tuple(None if x is None else x.clone() for x in gradients)
+
+
+def beside_written(gradients):
+    for x in gradients:
+        if x is not None:
+            x.as_strided((1,), (1,), x.storage_offset() + x.shape[-1]).fill_(0.0)
+    return gradients
+
+
+def added_twice(gradients):
+    for x in gradients:
+        if x is not None:
+            x.mul_(2)
+    return gradients
+
+
+@pytest.mark.parametrize(
+    ("change", "told"), [(replaced, "not the given buffers"), (beside_written, "outside the view"), (added_twice, "d")]
+)
+def test_a_broken_promise_of_added_gradients_is_found(monkeypatch, change, told):
+    case = replace(back(WINDOW), into="holes")
+    assert run_case(case).passed
+    right_one = flash_hopper.flash_attn_backward_func
+    monkeypatch.setattr(run, "flash_attn_backward_func", lambda *a, **o: change(right_one(*a, **o)))
+    result = run_case(case)
     assert not result.passed
     assert told in result.message
 

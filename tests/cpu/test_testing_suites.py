@@ -64,7 +64,8 @@ def test_sizes_of_the_suites(forward, backward):
 def test_each_suite_has_one_direction():
     for name in suites.names():
         both = name.startswith(("ragged", "window"))
-        assert {c.is_backward for c in suite(name)} == ({False, True} if both else {name.startswith("backward")})
+        wanted = {False, True} if both else {name.startswith(("backward", "accumulate"))}
+        assert {c.is_backward for c in suite(name)} == wanted
 
 
 def test_the_number_of_kernels_stays_moderate(forward, backward, ragged):
@@ -172,7 +173,8 @@ def test_a_sample_of_everything_is_the_suite(forward):
 
 def test_an_unknown_suite_is_refused():
     with pytest.raises(
-        ArgumentError, match="forward, smoke, sanitizer, backward, backward-smoke, backward-sanitizer, ragged, window"
+        ArgumentError,
+        match="forward, smoke, sanitizer, backward, backward-smoke, backward-sanitizer, ragged, window, ragged-smoke, ragged-sanitizer, accumulate",
     ):
         suite("sideways")
 
@@ -382,6 +384,23 @@ def test_empty_sequences_meet_every_mask_on_every_side_also_deterministically(ra
     for kind, (is_backward, deterministic), empty_q in wanted:
         assert (kind, is_backward, deterministic, empty_q, not empty_q) in met
     assert all((kind, True, True, True, True) in met for kind in ("full", "causal", "local", "chunk"))
+
+
+def test_gradients_are_added_on_every_route_and_to_every_kind_of_buffer():
+    cases = suite("accumulate")
+    assert 60 <= len(cases) <= 120
+    assert {c.into for c in cases} == {"zeros", "holes"}
+    kernels = [plan for plan in plans_of(cases) if plan.kind in ("backward_dkdv", "backward_dq")]
+    assert len(plans_of(cases)) < 120
+    routes = {(p.splits_roles, p.is_deferred, p.adds_dq) for p in kernels if isinstance(p, BackwardDkdvPlan)}
+    usual = [plan for plan in plans_of(suite("backward")) if isinstance(plan, BackwardDkdvPlan)]
+    assert routes == {(p.splits_roles, p.is_deferred, p.adds_dq) for p in usual}
+    for is_ragged in (False, True):
+        chosen = [c for c in cases if c.is_ragged == is_ragged]
+        met = {(c.d, c.deterministic, c.heads > c.heads_k) for c in chosen}
+        assert {(64, True), (64, False), (128, True), (128, False)} <= {(d, det) for d, det, _ in met}
+        assert {c.mask.kind for c in chosen} == {"full", "causal", "local"}
+    assert len({c.grads for c in cases}) == 7
 
 
 def test_windows_meet_both_ends_bounded_and_not_in_every_relation_of_lengths():

@@ -1,15 +1,13 @@
 """The backward as a call of its own on a GPU: fresh gradients, and contributions added to float32 buffers.
 
-The checks that both floors share, and those of the kernels: parts of the keys of many tiles by the element rule, buffers
-with holes in them, every route of the backward, repeated additions, graphs.
+A suite by the element rule, parts of the keys of many tiles, buffers with holes in them, every route of the backward,
+repeated additions, graphs. The checks that both floors share are in `test_torch_explicit.py`.
 """
 
 from dataclasses import replace
 
 import pytest
 import torch
-from explicit_checks import *  # noqa: F403
-from places import HAS_C_COMPILER, Place
 from ragged_steps import attention
 
 from flash_hopper import flash_attn_backward_func
@@ -20,6 +18,8 @@ from flash_hopper.testing.gradients import expect_gradients
 from flash_hopper.testing.inputs import make_inputs
 from flash_hopper.testing.ragged_cases import SIDES, ragged_case
 from flash_hopper.testing.ragged_targets import Call, expect_ragged_gradients
+from flash_hopper.testing.run import run_case
+from flash_hopper.testing.suites import suite
 from flash_hopper.testing.window_cases import as_backward
 
 CASES = [
@@ -43,17 +43,6 @@ RAGGED = [
 NAMES = ("dq", "dk", "dv")
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
 every_route = pytest.mark.parametrize("deterministic", [False, True])
-
-
-@pytest.fixture
-def place(device) -> Place:
-    return Place(device, torch.bfloat16, 2e-2)
-
-
-@pytest.fixture
-def compiler() -> str:
-    """Generated code where there is a C compiler, which Triton needs too; else the graph as torch traced it."""
-    return "inductor" if HAS_C_COMPILER else "aot_eager"
 
 
 def buffers_like(inputs, value=0.0):
@@ -85,6 +74,12 @@ def assert_expected(case, inputs, out, found, rounded=True):
     for name, got in zip(NAMES, found, strict=True):
         result = compare(name, got.to(inputs.q.dtype) if rounded else got, *expected[name])
         assert result.passed, result.message
+
+
+@pytest.mark.parametrize("case", suite("accumulate"), ids=str)
+def test_the_accumulate_suite_passes(case, device):
+    result = run_case(case, device, repeat=2)
+    assert result.passed, result.message
 
 
 @every_route

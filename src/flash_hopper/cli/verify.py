@@ -25,7 +25,7 @@ def verify(
         str,
         typer.Option(
             help="forward, backward or ragged (with window); smoke, backward-smoke or ragged-smoke for the CPU; sanitizer, "
-            "backward-sanitizer, ragged-sanitizer."
+            "backward-sanitizer, ragged-sanitizer; accumulate."
         ),
     ] = "smoke",
     device: Annotated[

@@ -88,6 +88,13 @@ HINTS = {
 }
 """How a ragged call says how long its sequences are at most, by name."""
 
+TARGETS = {
+    "fresh": "tensors that autograd returns",
+    "zeros": "compact float32 buffers of zeros, by `flash_attn_backward_func`",
+    "holes": "float32 buffers of zeros that are parts of larger tensors, by `flash_attn_backward_func`",
+}
+"""Where gradients go, by name."""
+
 _DIRECTIONS = ("forward", "backward")
 _SIDES = {"none": "", "q": "q", "k": "k", "qk": "qk"}
 _OPERANDS, _INPUTS = "qkvo", "qkv"
@@ -121,10 +128,11 @@ _KEYS = {
     "grads": "grads",
     "do": "dout",
     "dlse": "dlse",
+    "into": "into",
     "seed": "seed",
 }
 _WORDS = (
-    "layout", "strided", "values", "direction", "grads", "dout", "dlse", "packed", "used", "lengths_q", "lengths_k", "hint",
+    "layout", "strided", "values", "direction", "grads", "dout", "dlse", "packed", "used", "lengths_q", "lengths_k", "hint", "into",
 )  # fmt: skip
 _OPTIONAL_INTS = ("left", "right")
 _FLAGS = ("causal", "return_lse", "give_out", "deterministic")
@@ -132,15 +140,15 @@ _FLAGS = ("causal", "return_lse", "give_out", "deterministic")
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One call; see `LAYOUTS`, `VALUES`, `DOUTS`, `DLSES`, `HINTS` and `lengths.WORDS` for the words.
+    """One call; see `LAYOUTS`, `VALUES`, `DOUTS`, `DLSES`, `TARGETS`, `HINTS` and `lengths.WORDS` for words.
 
     `left` and `right` are the window, `chunk` the attention chunk. The call is ragged, one of `flash_attn_varlen_func`, if
     anything is `packed` (which of q and of k with v are, with cu_seqlens) or `used` (whose used lengths are given). Then
     `batch` is the number of sequences, and `lengths_q` and `lengths_k` say how long they are, at most `seqlen_q` and
     `seqlen_k`, which are the sizes of what is not packed. `slack` unused rows lie behind packed sequences. `strided` names the operands (of q, k, v and o for out) that have the layout; the others are contiguous. `scale`
     None means 1 / sqrt(d). `give_out` passes a tensor pre-filled with NaN as `out`. With the direction "backward"
-    gradients of the inputs in `grads` are computed from those of out (`dout`) and lse (`dlse`); such a call allocates
-    its out. Raises ArgumentError for words that are unknown and combinations that make no sense; what a call itself
+    gradients of the inputs in `grads` are computed from those of out (`dout`) and lse (`dlse`) and put where `into` says;
+    such a call allocates its out. Raises ArgumentError for words that are unknown and combinations that make no sense; what a call itself
     would refuse is found by `problem()`.
     """
 
@@ -174,11 +182,12 @@ class Case:
     lengths_k: str = "equal"
     slack: int = 0
     hint: str = "exact"
+    into: str = "fresh"
 
     def __post_init__(self) -> None:
         words = {
             "layout": LAYOUTS, "values": VALUES, "direction": _DIRECTIONS, "dout": DOUTS, "dlse": DLSES,
-            "packed": _SIDES, "used": _SIDES, "hint": HINTS,
+            "packed": _SIDES, "used": _SIDES, "hint": HINTS, "into": TARGETS,
         }  # fmt: skip
         for name, allowed in words.items():
             if getattr(self, name) not in allowed:
@@ -196,13 +205,15 @@ class Case:
 
     def _check_direction(self) -> None:
         if not self.is_backward:
-            if (self.grads, self.dout, self.dlse) != (_INPUTS, "bshd", "none"):
-                raise ArgumentError("grads, dout and dlse belong to direction backward")
+            if (self.grads, self.dout, self.dlse, self.into) != (_INPUTS, "bshd", "none", "fresh"):
+                raise ArgumentError("grads, dout, dlse and into belong to direction backward")
             return
         if self.give_out:
             raise ArgumentError("a case of direction backward allocates its out: give_out must be off (out=0)")
         if self.dlse != "none" and not self.return_lse:
             raise ArgumentError(f"dlse={self.dlse} needs return_lse")
+        if self.into != "fresh" and (self.dout == "none" or not self.return_lse):
+            raise ArgumentError(f"into={self.into} needs dout and return_lse")
         if self.dout == self.dlse == "none":
             raise ArgumentError("one of dout and dlse must be there")
 

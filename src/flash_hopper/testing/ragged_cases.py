@@ -269,6 +269,31 @@ def _mixtures() -> Iterator[Case]:
         yield case
 
 
+def accumulate() -> list[Case]:
+    """Gradients added to float32 buffers, dense and ragged, on every route."""
+    found = []
+    dims: tuple[Dims | int, ...] = (64, 128, 256, 96, (192, 128), 40)
+    masks = (("full", 0), ("causal", 0), ("local", 3))
+    for i, (d, (kind, number), deterministic) in enumerate(itertools.product(dims, masks, (False, True))):
+        heads: Dims = ((2, 2), (4, 2))[(i // 2 + i // 12) % 2]
+        mask: dict[str, Any] = MASKS[kind][number]  # type: ignore[index]
+        fields: dict[str, Any] = {"deterministic": deterministic, "into": ("zeros", "holes")[i // 2 % 2]}
+        dense = replace(case_of(d, ((150, 260), (300, 170))[i // 2 % 2], batch=2, heads=heads), **mask)
+        found.append(as_backward(dense, dlse=("none", "bhs")[i // 4 % 2], **fields))
+        if d in (64, 128, 256):
+            ragged = ragged_case(d, (200, 240), kind, number, batch=6, heads=heads, **SIDES[i % len(SIDES)])  # type: ignore[arg-type]
+            found.append(as_backward(ragged, dlse=("bhs", "none")[i // 4 % 2], **fields))
+    for i, (grads, d) in enumerate(itertools.product(("q", "k", "v", "qk", "qv", "kv"), (64, 128))):
+        case = case_of(d, (130, 200), i % 2 == 0, heads=(4, 2))
+        found.append(as_backward(case, grads=grads, into="holes", deterministic=i % 4 < 2))
+    for values in ("extreme", "outlier", "gated"):
+        found.append(as_backward(case_of(128, (300, 300), True, heads=(4, 2)), values=values, into="zeros"))
+    for lengths in ((0, 5), (5, 0)):
+        found.append(as_backward(case_of(64, lengths, batch=2), into="holes"))
+    found.append(as_backward(ragged_case(64, (90, 90), "causal", lengths_q="empty_all"), into="zeros"))
+    return list(dict.fromkeys(found))
+
+
 # ---- smoke and sanitizer -------------------------------------------------------------------------------------
 
 

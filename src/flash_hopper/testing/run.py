@@ -16,12 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_hopper.api import flash_attn_func, flash_attn_varlen_func
+from flash_hopper.api import flash_attn_backward_func, flash_attn_func, flash_attn_varlen_func
 from flash_hopper.testing.cases import Case
 from flash_hopper.testing.compare import Comparison, Target, compare, expect
 from flash_hopper.testing.gradients import expect_gradients
 from flash_hopper.testing.inputs import Inputs, make_inputs
 from flash_hopper.testing.ragged_targets import Call, expect_ragged, expect_ragged_gradients
+
+_AROUND = 7.0  # what lies around a buffer of gradients
 
 Attention = Callable[..., Any]
 """Something with the signature of `flash_hopper.flash_attn_func`, or of `flash_attn_varlen_func` for ragged cases."""
@@ -147,14 +149,16 @@ def _expected(case: Case, inputs: Inputs, out: Tensor) -> dict[str, Target]:
 def _call(case: Case, inputs: Inputs, function: Attention) -> Results:
     """One call with its backward, if the case asks for it, finished, with everything but the values checked."""
     q, k, v = (
-        x.detach().requires_grad_() if case.is_backward and name in case.grads else x
+        x.detach().requires_grad_() if case.is_backward and name in case.grads and case.into == "fresh" else x
         for name, x in zip("qkv", (inputs.q, inputs.k, inputs.v), strict=True)
     )
     with nan_allocations():
         result = function(q, k, v, *_lengths(case, inputs), **call_options(case, inputs))
         results = _unpacked(case, result)
-        if case.is_backward:
+        if case.is_backward and case.into == "fresh":
             results |= _gradients(case, inputs, results, {"q": q, "k": k, "v": v})
+        elif case.is_backward:
+            results |= _added_gradients(case, inputs, results)
         if q.is_cuda:
             torch.cuda.synchronize(q.device)
     results = {name: x.detach() for name, x in results.items()}
@@ -215,13 +219,46 @@ def _gradients(case: Case, inputs: Inputs, results: Results, operands: dict[str,
     return {f"d{name}": grad for name, grad in zip(case.grads, found, strict=True)}
 
 
+def _added_gradients(case: Case, inputs: Inputs, results: Results) -> Results:
+    """dq, dk, dv, as far as the case asks for them, added to float32 zeros by the explicit backward."""
+    tensors = {"q": inputs.q, "k": inputs.k, "v": inputs.v}
+    wholes: Results = {}
+    targets: dict[str, Tensor | None] = dict.fromkeys(tensors)
+    for name in case.grads:
+        heads, dim = tensors[name].shape[-2:]
+        around = (3, 8) if case.into == "holes" else (0, 0)
+        sizes = (*tensors[name].shape[:-2], heads + around[0], dim + around[1])
+        wholes[name] = torch.full(sizes, _AROUND, dtype=torch.float32, device=inputs.q.device)
+        part = wholes[name][..., around[0] // 2 :, around[1] // 2 :][..., :heads, :dim]
+        targets[name] = part.zero_()
+    options = call_options(case, inputs)
+    del options["return_lse"]
+    if case.is_ragged:
+        options |= {name: x for name, x in inputs.lengths.items() if name.startswith("cu_seqlens")}
+        options |= {f"max_seqlen_{side}": max_seqlen(case, side, inputs.q.device) for side in ("q", "k")}
+    options["softmax_scale"] = case.scale
+    given = inputs.dout, *tensors.values(), results["out"], results["lse"]
+    found = flash_attn_backward_func(*given, dlse=inputs.dlse, grad_out=tuple(targets.values()), **options)  # type: ignore[arg-type]
+    if not all(got is given for got, given in zip(found, targets.values(), strict=True)):
+        raise _Broken("what is returned are not the given buffers of gradients")
+    added = {f"d{name}": target.clone() for name, target in targets.items() if target is not None}
+    for name, whole in wholes.items():
+        target = targets[name]
+        assert target is not None, "a buffer that was made"
+        target.fill_(_AROUND)
+        if not bool((whole == _AROUND).all()):
+            raise _Broken(f"memory outside the view of d{name} was written")
+    return added
+
+
 def _check_alike(case: Case, inputs: Inputs, results: Results) -> None:
     """Shapes, dtypes and devices of everything; out is the one that was given."""
     dtype, device = inputs.q.dtype, inputs.q.device
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     shapes = {"out": case.shape("o"), "dq": case.shape("q"), "dk": case.shape("k"), "dv": case.shape("v")}
     for name, x in results.items():
-        want: tuple[Any, ...] = shapes.get(name), dtype, device
+        is_added = case.into != "fresh" and name in ("dq", "dk", "dv")
+        want: tuple[Any, ...] = shapes.get(name), torch.float32 if is_added else dtype, device
         if name == "lse":
             want = case.lse_shape, wide, device
         if (tuple(x.shape), x.dtype, x.device) != want:

@@ -26,6 +26,7 @@ _SUITES: dict[str, Callable[[], list[Case]]] = {
     "window": window_cases.windows,
     "ragged-smoke": ragged_cases.smoke,
     "ragged-sanitizer": ragged_cases.sanitizer,
+    "accumulate": ragged_cases.accumulate,
 }
 
 
@@ -59,7 +60,9 @@ def backward_plans_of(case: Case) -> list[Plan]:
     problem = case.problem()
     if not case.is_backward or problem.has_no_output or problem.has_no_keys:
         return []
-    request = BackwardRequest("q" in case.grads, case.grads != "q", case.dlse != "none", case.deterministic)
+    request = BackwardRequest(
+        "q" in case.grads, case.grads != "q", case.dlse != "none", case.deterministic, case.into != "fresh"
+    )
     return list(plan_backward(problem, request).kernels())
 
 

@@ -38,7 +38,7 @@ SETTINGS: tuple[tuple[Dims | int, DType, tuple[MaskKind, ...]], ...] = (
     (64, BF16, ("full", "causal", "local", "chunk")),
     (128, BF16, ("full", "causal", "local", "chunk")),
     (64, FP16, ("local",)),
-    (128, FP16, ("causal", "chunk")),
+    (128, FP16, ("causal",)),
     (96, BF16, ("causal", "local")),
     ((192, 128), BF16, ("causal", "local")),
     (256, BF16, ("full", "local")),
@@ -80,7 +80,7 @@ def is_served(case: Case) -> bool:
     kind = case.mask.simplified(case.problem().seqlen_q, case.problem().seqlen_k).kind
     if case.dtype == FP16 and (case.deterministic or case.dlse != "none"):
         return False
-    if case.dtype == BF16 and case.d == case.dv and case.d in (64, 128):
+    if case.dtype == BF16 and case.d == case.dv and (case.d == 128 or (case.d == 64 and case.is_ragged)):
         return True
     known = [kinds for dims, dtype, kinds in SETTINGS if (case.d, case.dtype) == (_head_dim(dims), dtype)]
     return not known or kind in (known[0] if case.is_ragged else {"local", "chunk"})
@@ -117,7 +117,7 @@ def _wide_windows() -> Iterator[Case]:
             {"right": sq - 2}, {"right": sq - 1}, {"left": sk - 2, "chunk": sk + 1},
         )  # fmt: skip
         for j, mask in enumerate(masks):
-            case = replace(case_of((64, 128)[(i + j) % 2], (sq, sk), heads=(4, 2)), **mask)
+            case = replace(case_of(128, (sq, sk), heads=((4, 2), (2, 2))[(i + j) % 2]), **mask)
             yield from with_directions(case, 3 * i + j)
 
 
