@@ -10,6 +10,7 @@ from flash_hopper.problem.attention import MAX_HEAD_DIM, AttentionProblem
 from flash_hopper.problem.dtypes import KERNEL_DTYPES, DType
 from flash_hopper.problem.errors import ArgumentError
 from flash_hopper.problem.features import Feature
+from flash_hopper.problem.mask import Mask
 
 PAPER_HEAD_DIMS = (64, 128, 256)
 COMMON_HEAD_DIMS = (64, 96, 128, 192, 256)
@@ -78,4 +79,5 @@ def _problem(
     flags = {Feature.LSE: lse, Feature.NEGATIVE_SCALE: negative_scale}
     scale = -1.0 if negative_scale else 1.0
     features = frozenset(feature for feature, wanted in flags.items() if wanted)
-    return AttentionProblem(dtype, 1, seqlen, seqlen, heads, 1, *dims, scale, causal, 0, features)
+    mask = Mask(right=0 if causal else None)
+    return AttentionProblem(dtype, 1, seqlen, seqlen, heads, 1, *dims, scale, mask, 0, features)

@@ -5,15 +5,17 @@ views that TMA gets, the rows of a tile's sequence in them, its lengths. In a de
 one a `RaggedTile`, which carries its sequence's row of the table (`plan/schedule.py`) along.
 
 TMA fills what lies outside a tensor with zeros and stores nothing there. To have it do so at the end of a sequence of `n`
-rows, a ragged view has one more dimension, with the stride of a row, and starts as many rows in front of the tensor as it has
-rows, R. Row i of a sequence that starts at `first` is at (R - n + i, first + n): inside for i < n only.
+rows, a ragged view counts rows from the other end: its rows are LAST in number, and row i of a sequence that starts at row
+`first` of the tensor is at LAST - n + i, inside for i < n only. Two more modes bring the address back: LAST steps of the first
+make -LAST rows modulo 2^64, `first + n` steps of the second make the rest. (A view that starts LAST rows in front of the tensor
+would do without the former; but TMA faults where the address of a tensor's start is not mapped. H200, 2026-11.)
 """
 
 from typing import Any, NamedTuple
 
-from flash_hopper.device.dsl import Int32, Int64, cute
+from flash_hopper.device.dsl import Constexpr, Int32, Int64, cute
 from flash_hopper.device.layouts import seqlen_major
-from flash_hopper.geometry.arith import minimum
+from flash_hopper.geometry.arith import maximum, minimum
 from flash_hopper.geometry.masks import Lengths
 from flash_hopper.geometry.tiles import TileCoord
 from flash_hopper.plan.schedule import COLUMNS, HEADER
@@ -40,6 +42,8 @@ class RaggedTile(NamedTuple):
 
 
 assert RaggedTile._fields[3:] == COLUMNS
+LAST = 1 << 30  # no sequence has more rows
+MOST = (1 << 31) - 1  # nor does any lie further from the start of its tensor, in rows
 
 
 class DenseBatch:
@@ -50,6 +54,10 @@ class DenseBatch:
     def view(self, t: cute.Tensor) -> cute.Tensor:
         """(batch, seqlen, heads, cols) for TMA: (seqlen, cols, heads, batch)."""
         return seqlen_major(t)
+
+    def with_batch(self, m: cute.Tensor, t: cute.Tensor) -> cute.Tensor:
+        """The TMA tensor `m` of the view of `t`: it has the batch already."""
+        return m
 
     def lengths(self, tile: Any, mQ: cute.Tensor, mK: cute.Tensor) -> Lengths:
         """Queries and keys of the tile's sequence."""
@@ -91,6 +99,18 @@ class DenseBatch:
         """How many key rows are written."""
         return mK.shape[0]
 
+    def padded_entry(self, tile: Any) -> Int32:
+        """The batch entry of a buffer where each sequence starts a new block."""
+        return tile.batch
+
+    def padded_query(self, tile: Any) -> Any:
+        """Where the sequence's queries start in such a buffer."""
+        return 0
+
+    def padded_key(self, tile: Any) -> Any:
+        """Where its keys start."""
+        return 0
+
 
 class RaggedBatch:
     """Sequences of any length, packed in one entry or padded, each as its row of the table says."""
@@ -98,11 +118,21 @@ class RaggedBatch:
     tile_type = RaggedTile
 
     def view(self, t: cute.Tensor) -> cute.Tensor:
-        """(batch, seqlen, heads, cols) for TMA: (seqlen, cols, heads, batch, end), see the module's text."""
+        """(batch, seqlen, heads, cols) for TMA: (LAST, cols, heads, back, forth), see the module's text. The batch stride is
+        a multiple of the row stride: `with_batch` says where an entry starts."""
         m = seqlen_major(t)
-        rows, stride = m.shape[0], m.stride[0]
-        iterator = (m.iterator - Int64(rows) * stride).align(16)
-        return cute.make_tensor(iterator, cute.make_layout((*m.shape, rows + 1), stride=(*m.stride, stride)))
+        rows, cols, heads, _ = m.stride
+        shape = (Int32(LAST), m.shape[1], m.shape[2], Int32(LAST + 1), Int32(MOST))
+        back = (Int64(1) << 34) - Int64(rows)  # elements; times LAST a multiple of 2^64 bytes, less LAST rows
+        return cute.make_tensor(m.iterator, cute.make_layout(shape, stride=(rows, cols, heads, back, rows)))
+
+    def with_batch(self, m: cute.Tensor, t: cute.Tensor) -> cute.Tensor:
+        """The TMA tensor `m` of the view of `t`, with the batch as one more mode: so many rows an entry."""
+        rows_per_entry = Int32(Int64(t.stride[0]) // maximum(Int64(t.stride[1]), Int64(1)))
+        layout = cute.make_layout(
+            (*m.layout.shape, t.shape[0]), stride=(*m.layout.stride, rows_per_entry * m.layout.stride[4])
+        )
+        return cute.make_tensor(m.iterator, layout)
 
     def lengths(self, tile: RaggedTile, mQ: cute.Tensor, mK: cute.Tensor) -> Lengths:
         """Queries and keys of the tile's sequence."""
@@ -144,9 +174,21 @@ class RaggedBatch:
         """How many key rows are written."""
         return tile.allocated_k
 
+    def padded_entry(self, tile: RaggedTile) -> Int32:
+        """The batch entry of a buffer where each sequence starts a new block: there is one for all."""
+        return Int32(0)
+
+    def padded_query(self, tile: RaggedTile) -> Int32:
+        """Where the sequence's queries start in such a buffer."""
+        return tile.padded_q
+
+    def padded_key(self, tile: RaggedTile) -> Int32:
+        """Where its keys start."""
+        return tile.padded_k
+
     def _rows(self, m: cute.Tensor, tile: RaggedTile, head: Int32, first: Int32, count: Int32) -> cute.Tensor:
-        sequence = m[None, None, head, self.entry(tile, m.shape[3]), first + count]
-        return cute.domain_offset((m.shape[0] - count, 0), sequence)
+        sequence = m[None, None, head, LAST, first + count, self.entry(tile, m.shape[5])]
+        return cute.domain_offset((LAST - count, 0), sequence)
 
 
 def make_batch(is_ragged: bool) -> DenseBatch | RaggedBatch:
@@ -168,3 +210,17 @@ def table_order(table: cute.Tensor) -> cute.Tensor:
     """The sequences' numbers in the order of computation."""
     count = table_sequences(table)
     return cute.make_tensor(table.iterator + HEADER + count * len(COLUMNS), cute.make_layout(count))
+
+
+@cute.jit
+def sequence_of_row(table: cute.Tensor, column: Constexpr, row: Int32) -> Int32:
+    """The sequence that owns a row of a buffer where each sequence starts a new block; column: "padded_q" or "padded_k"."""
+    index = COLUMNS.index(column)
+    low, high = Int32(0), table_sequences(table)  # low starts at or before the row, high after it
+    while high - low > 1:
+        middle = (low + high) // 2
+        if table_row(table, middle)[index] <= row:
+            low = middle
+        else:
+            high = middle
+    return low

@@ -15,7 +15,7 @@ from flash_hopper.geometry.masks import kernel_bounds
 from flash_hopper.geometry.tiles import heads_per_section, rows_per_section
 from flash_hopper.kernels.forward.support import DTYPES, SUPPORTED
 from flash_hopper.launch.device import device_facts, tile_counter
-from flash_hopper.launch.ragged import TableWriter, as_batch, most_tiles, table_writer
+from flash_hopper.launch.ragged import TableWriter, as_batch, has_whole_rows, most_tiles, table_writer
 from flash_hopper.launch.sequences import Sequences, described_problem
 from flash_hopper.launch.tensors import (
     ALIGN_BYTES,
@@ -97,13 +97,19 @@ class PreparedForward:
         if self.is_regular and addresses % ALIGN_BYTES == 0:
             self._call(q, k, v, out, lse, table)
             return
-        q, k, v = addressable(q), addressable(k), addressable(v)
-        if is_aligned(out):
+        q, k, v = self._addressable(q), self._addressable(k), self._addressable(v)
+        if is_aligned(out) and (ragged is None or has_whole_rows(out)):
             self._call(q, k, v, with_plain_unit_strides(out), lse, table)
             return
         staged = torch.empty(out.shape, dtype=out.dtype, device=self.device)
         self._call(q, k, v, with_plain_unit_strides(staged), lse, table)
         out.copy_(staged)
+
+    def _addressable(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same values in a form that the kernel's views can address."""
+        if self.problem.ragged is not None and not has_whole_rows(tensor):
+            return tensor.clone(memory_format=torch.contiguous_format)
+        return addressable(tensor)
 
     def _call(
         self,
@@ -152,7 +158,7 @@ def prepare(
         ctas=ctas,
         section=section,
         is_dynamic=plan.scheduler == "dynamic" and not plan.is_ragged,
-        is_regular=all(has_plain_strides(t) for t in (q, k, v, out) if t is not None),
+        is_regular=all(_is_regular(t, p.ragged is not None) for t in (q, k, v, out) if t is not None),
         write_table=None if p.ragged is None or is_trivial else table_writer(p),
     )
 
@@ -166,3 +172,9 @@ def _grid(p: AttentionProblem, plan: ForwardPlan, sm_count: int) -> tuple[int, i
         return ctas, heads_per_section(p.seqlen_k * row_bytes, is_causal, p.heads, p.batch, p.qhead_per_kvhead)
     tiles = most_tiles(p.ragged.rows_q, p.batch, plan.tile_m) * p.heads
     return min(ctas, tiles), rows_per_section(row_bytes, is_causal)
+
+
+def _is_regular(tensor: torch.Tensor, is_ragged: bool) -> bool:
+    """True if the strides can be passed as they are."""
+    is_padded = is_ragged and tensor.dim() == 4  # noqa: PLR2004
+    return has_plain_strides(tensor) and (not is_padded or has_whole_rows(tensor))

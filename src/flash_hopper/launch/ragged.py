@@ -17,6 +17,8 @@ from flash_hopper.launch.sequences import Sequences
 from flash_hopper.plan.schedule import SchedulePlan, table_ints
 from flash_hopper.problem.attention import AttentionProblem
 
+MOST_ROWS = 1 << 31
+
 
 @dataclass(frozen=True, slots=True)
 class TableWriter:
@@ -64,3 +66,11 @@ def most_tiles(rows: int, batch: int, tile_rows: int) -> int:
 def as_batch(tensor: torch.Tensor, is_packed: bool) -> torch.Tensor:
     """Packed rows (total, heads, cols), or statistics (heads, total), as a batch of one entry; a padded batch as it is."""
     return tensor.unsqueeze(0) if is_packed else tensor
+
+
+def has_whole_rows(tensor: torch.Tensor) -> bool:
+    """True if every entry of a batch (batch, rows, ...) starts a whole number of rows behind the first, as the kernels'
+    ragged views want it (`device/sequences.py`)."""
+    batch, rows = tensor.shape[:2]
+    entry, row = tensor.stride()[:2]
+    return batch == 1 or (row > 0 and entry % row == 0 and (batch - 1) * (entry // row) + rows < MOST_ROWS)

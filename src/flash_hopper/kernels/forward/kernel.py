@@ -94,9 +94,11 @@ class ForwardKernel:
         tma_v, mV_tma = cpasync.make_tiled_tma_atom(load, mV, tiles.v, (plan.tile_n, plan.tile_hdimv))
         tma_o, mO_tma = cpasync.make_tiled_tma_atom(store, mO, tiles.o, (WG_ROWS, plan.tile_hdimv))
         mma_qk, mma_pv = self.tiled_mmas()
-        m_blocks, heads = ceil_div(mQ.shape[0], plan.tile_m), mQ.shape[2]
-        total = m_blocks * heads * mQ.shape[3]
-        work = Work(tile_counter, table, total, m_blocks, heads, mQ.shape[3], heads // mK.shape[2], section)
+        tma_tensors = ((mQ_tma, q), (mK_tma, k), (mV_tma, v), (mO_tma, out))
+        mQ_tma, mK_tma, mV_tma, mO_tma = (batch.with_batch(m, t) for m, t in tma_tensors)
+        m_blocks, heads = ceil_div(q.shape[1], plan.tile_m), q.shape[2]
+        total = m_blocks * heads * q.shape[0]
+        work = Work(tile_counter, table, total, m_blocks, heads, q.shape[0], heads // k.shape[2], section)
         args = ForwardArgs(
             mQ_tma, mK_tma, mV_tma, mO_tma, lse, scale, scale * Float32(LOG2_E), left, right, chunk, work
         )
