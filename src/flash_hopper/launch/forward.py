@@ -176,5 +176,5 @@ def _grid(p: AttentionProblem, plan: ForwardPlan, sm_count: int) -> tuple[int, i
 
 def _is_regular(tensor: torch.Tensor, is_ragged: bool) -> bool:
     """True if the strides can be passed as they are."""
-    is_padded = is_ragged and tensor.dim() == 4  # noqa: PLR2004
+    is_padded = is_ragged and tensor.dim() == 4
     return has_plain_strides(tensor) and (not is_padded or has_whole_rows(tensor))

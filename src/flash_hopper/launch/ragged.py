@@ -60,7 +60,7 @@ def table_writer(problem: AttentionProblem) -> TableWriter:
 
 def most_tiles(rows: int, batch: int, tile_rows: int) -> int:
     """An upper bound for the tiles of one head: each sequence, and the rows behind them, may end in a partial tile."""
-    return ceil_div(rows, tile_rows) + batch + 1
+    return rows // tile_rows + batch + 2
 
 
 def as_batch(tensor: torch.Tensor, is_packed: bool) -> torch.Tensor:

@@ -1,6 +1,6 @@
-"""Tiles from the producer warp to the consumers, two ahead.
+"""Tiles from the scheduler warp to all others.
 
-The producer finds a tile once; a consumer warp reads a few integers. The end of work is a tile with a negative block.
+One warp finds a tile; each of the others reads a few integers. The end of work is a tile with a negative block.
 """
 
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ def make_mailbox(spec: PipelineSpec, storage: Any, is_ragged: bool) -> "TileMail
 
 
 class TileMailbox(NamedTuple):
-    """slots: (ints, stages) in shared memory; pipe: one arrival fills a slot, one a consumer warp frees it."""
+    """slots: (ints, stages) in shared memory; pipe: one arrival fills a slot, one of each reading warp frees it."""
 
     pipe: pipeline.PipelineAsync
     slots: cute.Tensor
@@ -35,19 +35,23 @@ class TileMailbox(NamedTuple):
         return make_batch(cute.size(self.slots, mode=[0]) == slot_ints(True)).tile_type
 
     def post(self, state: Any, tile: Any) -> None:
-        """Producer warp: put a tile into the next slot, once the consumers have read what was there."""
+        """Scheduler warp: put a tile into the next slot, once everybody has read what was there."""
         self.pipe.producer_acquire(state)
         with cute.arch.elect_one():
             for i, value in enumerate(tile):
                 self.slots[i, state.index] = value
             self.pipe.producer_commit(state)
 
+    def wait_read(self, state: Any) -> None:
+        """Scheduler warp: until everybody has read what is in the next slot."""
+        self.pipe.producer_acquire(state)
+
     def post_end(self, state: Any) -> None:
-        """Producer warp: no more tiles."""
+        """Scheduler warp: no more tiles."""
         self.post(state, self.tile_type(Int32(-1), *(Int32(0) for _ in self.tile_type._fields[1:])))
 
     def read(self, state: Any) -> Any:
-        """Consumer warp, all lanes: wait for the next tile, read it and free its slot."""
+        """Any other warp, all lanes: wait for the next tile, read it and free its slot."""
         self.pipe.consumer_wait(state)
         # the shuffle inside make_warp_uniform hands out lane 0's load, so the slot may be freed once it is done
         fields = range(len(self.tile_type._fields))

@@ -8,7 +8,17 @@ it would hide the overlap.
 from typing import Any, NamedTuple
 
 from flash_hopper.device.barriers import Turns
-from flash_hopper.device.dsl import ELEMENT_TYPES, Constexpr, Float32, Int32, const_expr, cute, cutlass, warpgroup
+from flash_hopper.device.dsl import (
+    ELEMENT_TYPES,
+    Boolean,
+    Constexpr,
+    Float32,
+    Int32,
+    const_expr,
+    cute,
+    cutlass,
+    warpgroup,
+)
 from flash_hopper.device.gemm import issue
 from flash_hopper.device.layouts import acc_as_operand_a, acc_as_rows, transposed
 from flash_hopper.device.masking import mask_columns
@@ -51,6 +61,7 @@ class Cursors(NamedTuple):
     q: Any
     k: Any
     v: Any
+    held: Any  # the tile before's position in Q, if its buffer holds O
 
 
 class Consumer:
@@ -82,28 +93,36 @@ class Consumer:
         self.turns.start(wg)
         tile = pipes.tiles.read(tile_state)
         tile_state.advance()
+        held, holds = q_state.clone(), Boolean(False)
         while tile.block >= 0:
             k_state, v_state = self.tile(
-                args, atoms, pipes, frags, softmax, tile, Cursors(q_state, k_state, v_state), wg, thread
+                args, atoms, pipes, frags, softmax, tile, Cursors(q_state, k_state, v_state, held), holds, wg, thread
             )
             if const_expr(not plan.o_aliases_q):
                 pipes.q.consumer_release(q_state)
             first_row = self.first_row(tile, wg, thread)
             self.epilogue.normalise(frags.acc_O, softmax, tile, first_row)
-            self.epilogue.store_o(args, atoms, shared, frags.acc_O, tile, wg, thread)
+            slot = q_state.index * plan.consumer_warpgroups + wg if const_expr(plan.o_aliases_q) else wg
+            self.epilogue.store_o(args, atoms, shared.sO[None, None, slot], frags.acc_O, tile, wg, thread)
             if const_expr(plan.has_lse):
                 self.epilogue.store_lse(args, softmax, tile, first_row, thread % 32)
             if const_expr(plan.o_aliases_q):
-                # Q's buffer holds O until the store has read it
-                if thread < 32:
-                    self.epilogue.wait_stored()
-                cute.arch.sync_warp()
-                pipes.q.consumer_release(q_state)
+                held, holds = q_state.clone(), Boolean(True)
+                if const_expr(plan.q_stages == 1):
+                    self.release_held(pipes, held, thread)
             q_state.advance()
             tile = pipes.tiles.read(tile_state)
             tile_state.advance()
         if thread < 32:
             self.epilogue.wait_stored()  # shared memory must outlive the last store
+
+    @cute.jit
+    def release_held(self, pipes: Pipelines, held: Any, thread: Int32) -> None:
+        """Free a stage of Q whose buffer holds O, once the store has read it."""
+        if thread < 32:
+            self.epilogue.wait_stored()
+        cute.arch.sync_warp()
+        pipes.q.consumer_release(held)
 
     def fragments(self, atoms: ForwardAtoms, shared: SharedTensors) -> Fragments:
         """Descriptors of the shared operands, registers of the rest."""
@@ -141,12 +160,13 @@ class Consumer:
         softmax: SoftmaxState,
         tile: Any,
         cursors: Cursors,
+        holds: Boolean,
         wg: Int32,
         thread: Int32,
     ) -> tuple[Any, Any]:
         """One tile up to unnormalised O and its softmax state; returns the K and V cursors."""
         plan = self.plan
-        q_state, k_state, v_state = cursors
+        q_state, k_state, v_state, held = cursors
         blocks, whole = self.blocks(args, tile, wg)
         view = TileView(
             self.first_row(tile, wg, thread), thread % 4 * 2, q_state.index * plan.consumer_warpgroups + wg,
@@ -165,6 +185,9 @@ class Consumer:
         warpgroup.wait_group(0)
         pipes.k.consumer_release(k_state)
         k_state.advance()
+        if const_expr(plan.o_aliases_q and plan.q_stages > 1):
+            if holds:
+                self.release_held(pipes, held, thread)
         last = blocks.end - 1
         is_masked = last >= blocks.inner_end
         if const_expr(self.is_windowed):

@@ -11,7 +11,7 @@ from flash_hopper.device.layouts import acc_as_rows
 from flash_hopper.device.pipelines import partition
 from flash_hopper.device.sequences import make_batch
 from flash_hopper.device.softmax import SoftmaxState, quad_reduce, scale_rows
-from flash_hopper.kernels.forward.args import ForwardArgs, ForwardAtoms, SharedTensors
+from flash_hopper.kernels.forward.args import ForwardArgs, ForwardAtoms
 from flash_hopper.kernels.forward.storage import WG_ROWS
 from flash_hopper.plan.forward import ForwardPlan
 
@@ -58,19 +58,18 @@ class Epilogue:
         self,
         args: ForwardArgs,
         atoms: ForwardAtoms,
-        shared: SharedTensors,
+        sO: cute.Tensor,
         acc_o: cute.Tensor,
         tile: Any,
         warpgroup: Int32,
         thread: Int32,
     ) -> None:
-        """Stage O and start its store; `wait_stored` says when the buffer may be written again."""
+        """Stage O in sO, (64, tile_hdimv), and start its store; `wait_stored` says when the buffer may be written again."""
         dtype = ELEMENT_TYPES[self.plan.dtype]
         store_matrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), dtype)
         r2s = cute.make_tiled_copy_C(store_matrix, atoms.mma_pv).get_slice(thread)
         rO = cute.make_rmem_tensor_like(acc_o, dtype)
         rO.store(acc_o.load().to(dtype))
-        sO = shared.sO[None, None, warpgroup]
         is_first_warp = cute.arch.make_warp_uniform(thread // 32) == 0
         if is_first_warp:
             self.wait_stored()  # the store of the tile before still reads the buffer

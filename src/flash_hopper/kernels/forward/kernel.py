@@ -20,7 +20,7 @@ from flash_hopper.device.dsl import (
 )
 from flash_hopper.device.pipelines import tma_pipeline
 from flash_hopper.device.schedulers.mailbox import make_mailbox
-from flash_hopper.device.schedulers.source import Work
+from flash_hopper.device.schedulers.source import DenseTiles, RaggedTiles, SchedulerWarp, Work
 from flash_hopper.device.sequences import make_batch
 from flash_hopper.geometry.arith import ceil_div
 from flash_hopper.kernels.forward.args import ForwardArgs, ForwardAtoms, Pipelines
@@ -28,7 +28,8 @@ from flash_hopper.kernels.forward.consumer import Consumer
 from flash_hopper.kernels.forward.producer import Producer
 from flash_hopper.kernels.forward.storage import WG_ROWS, TileLayouts, allocate, shared_struct, tile_layouts
 from flash_hopper.plan.forward import ForwardPlan
-from flash_hopper.plan.roles import WARPGROUP, forward_pipelines, roles_of
+from flash_hopper.plan.roles import PRODUCER, SCHEDULER, WARPGROUP, forward_pipelines, roles_of
+from flash_hopper.plan.schedule import COUNTERS
 
 LOG2_E = math.log2(math.e)
 
@@ -36,17 +37,18 @@ LOG2_E = math.log2(math.e)
 class ForwardKernel:
     """Attention forward, one persistent CTA per SM (specification chapters 4 and 5).
 
-    Roles: warp 0 of warpgroup 0 is the producer (its other warps leave at once); warpgroups 1.. are consumers, 64 query
-    rows each. Registers a thread: `plan/roles.py`, set by setmaxnreg.
+    Roles: warps 0 and 1 of warpgroup 0 are the producer and the scheduler (its other warps leave at once); warpgroups
+    1.. are consumers, 64 query rows each. Registers a thread: `plan/roles.py`, set by setmaxnreg.
 
     | pipeline | stages | filled by | bytes a stage | freed by |
     |---|---|---|---|---|
-    | tile | 2 | producer lane, 1 arrival | coordinates, lengths | 1 arrival a consumer warp, when read |
+    | tile | 2 | scheduler lane, 1 arrival | coordinates, lengths | 1 arrival a consumer warp and the producer, when read |
     | q | plan.q_stages | TMA, one load a warpgroup | tile_m x tile_hdim | 1 a consumer warp, after the last QK (or after O's store has read the buffer, if O is staged there) |
     | k | plan.kv_stages | TMA | tile_n x tile_hdim | 1 a consumer warp, when QK is done |
     | v | plan.kv_stages | TMA | tile_n x tile_hdimv | 1 a consumer warp, when PV is done |
 
-    Producer, per tile: post its coordinates, ask for the next tile, load Q, K(last); per block: K(j - 1), V(j); V(0).
+    Scheduler, per tile: ask for the next one, post this one. Producer, per tile: load Q, K(last); per block: K(j - 1),
+    V(j); V(first).
     Consumer, per tile: QK(last), softmax; per block: QK(j - 1) and PV(j) issued in its turn, softmax(j - 1), rescale O
     if the reference moved; PV(0); normalise, store O and LSE. A warpgroup skips the blocks at both ends of the tile's that
     its rows cannot see.
@@ -59,6 +61,11 @@ class ForwardKernel:
         self.plan = plan
         self.batch = make_batch(plan.is_ragged)
         self.roles = roles_of(plan)
+        self.scheduler = SchedulerWarp(
+            RaggedTiles(plan.tile_m, by_keys=False, is_descending=True, counter=COUNTERS["forward"])
+            if plan.is_ragged
+            else DenseTiles(plan.scheduler, is_descending=True)
+        )
         self.producer = Producer(plan)
         self.consumer = Consumer(plan)
 
@@ -140,9 +147,11 @@ class ForwardKernel:
         cute.arch.griddepcontrol_wait()  # inputs are complete, and nobody reads the outputs any more
         if warp < WARPGROUP // 32:
             cute.arch.setmaxregister_decrease(roles.producer_registers)
-            if warp == 0:
+            if warp == PRODUCER:
                 self.producer.run(args, atoms, shared, pipes)
                 cute.arch.griddepcontrol_launch_dependents()
+            if warp == SCHEDULER:
+                self.scheduler.run(args.work, pipes.tiles)
         else:
             cute.arch.setmaxregister_increase(roles.consumer_registers)
             wg = cute.arch.make_warp_uniform(thread // WARPGROUP - 1)

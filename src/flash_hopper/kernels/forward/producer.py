@@ -1,21 +1,19 @@
-"""The producer warp: hands out tiles and loads Q, K and V by TMA.
+"""The producer warp: loads Q, K and V by TMA for the tiles that the scheduler warp posts.
 
-Loads are issued in the order in which the consumers need them: Q, K(last), then K(j - 1) and V(j) in turn, V(0). K and
+Loads are issued in the order in which the consumers need them: Q, K(last), then K(j - 1) and V(j) in turn, V(first). K and
 V stages keep rolling over tile boundaries, so the next tile's first loads run during this tile's last blocks.
 """
 
 from typing import Any
 
 from flash_hopper.device.dsl import cute, cutlass
-from flash_hopper.device.pipelines import load, partition, producer_state
-from flash_hopper.device.schedulers.source import DenseTiles, RaggedTiles
+from flash_hopper.device.pipelines import consumer_state, load, partition, producer_state
 from flash_hopper.device.sequences import make_batch
 from flash_hopper.geometry.blocks import key_blocks
 from flash_hopper.kernels.forward.args import ForwardArgs, ForwardAtoms, Pipelines, SharedTensors
 from flash_hopper.kernels.forward.storage import WG_ROWS
 from flash_hopper.plan.forward import ForwardPlan
 from flash_hopper.plan.roles import TILE_SLOTS
-from flash_hopper.plan.schedule import COUNTERS
 
 
 class Producer:
@@ -24,30 +22,21 @@ class Producer:
     def __init__(self, plan: ForwardPlan) -> None:
         self.plan = plan
         self.batch = make_batch(plan.is_ragged)
-        self.source = (
-            RaggedTiles(plan.tile_m, by_keys=False, is_descending=True, counter=COUNTERS["forward"])
-            if plan.is_ragged
-            else DenseTiles(plan.scheduler, is_descending=True)
-        )
 
     @cute.jit
     def run(self, args: ForwardArgs, atoms: ForwardAtoms, shared: SharedTensors, pipes: Pipelines) -> None:
-        """All tiles of this CTA, then the end marker for the consumers."""
-        plan, work = self.plan, args.work
-        q_state, tile_state = producer_state(plan.q_stages), producer_state(TILE_SLOTS)
+        """All tiles of this CTA."""
+        plan = self.plan
+        q_state, tile_state = producer_state(plan.q_stages), consumer_state(TILE_SLOTS)
         k_state, v_state = producer_state(plan.kv_stages), producer_state(plan.kv_stages)
-        number = self.source.first()
-        tile, place = self.source.locate(work, number, self.source.start())
+        tile = pipes.tiles.read(tile_state)
+        tile_state.advance()
         while tile.block >= 0:
-            pipes.tiles.post(tile_state, tile)
-            tile_state.advance()
-            requested = self.source.request(work, number)
             self.load_q(args, atoms, shared, pipes, tile, q_state)
             q_state.advance()
             k_state, v_state = self.load_kv(args, atoms, shared, pipes, tile, k_state, v_state)
-            number = self.source.resolve(work, requested)
-            tile, place = self.source.locate(work, number, place)
-        pipes.tiles.post_end(tile_state)
+            tile = pipes.tiles.read(tile_state)
+            tile_state.advance()
 
     @cute.jit
     def load_q(

@@ -7,7 +7,7 @@
 | sQ | (64, tile_hdim) per warpgroup and Q stage | sO, if the plan says so | TMA | wgmma |
 | sK | (tile_n, tile_hdim) per K/V stage | - | TMA | wgmma |
 | sV | (tile_n, tile_hdimv) per K/V stage | - | TMA | wgmma |
-| sO | (64, tile_hdimv) per warpgroup | sQ, if the plan says so | its warpgroup (stmatrix) | TMA store |
+| sO | (64, tile_hdimv) per warpgroup | the tile's own Q, if the plan says so | its warpgroup (stmatrix) | TMA store |
 
 A warpgroup's part of Q is contiguous, so that its O can take exactly that place once its own last QK is done.
 """
@@ -90,5 +90,9 @@ def allocate(plan: ForwardPlan, struct: Any, tiles: TileLayouts) -> tuple[Any, S
         sQ=tensor(storage.sQ, tiles.q, wgs * plan.q_stages, q),
         sK=tensor(storage.sK, tiles.k, stages, k),
         sV=tensor(storage.sV, tiles.v, stages, v),
-        sO=tensor(storage.sQ, tiles.o, wgs, q) if plan.o_aliases_q else tensor(storage.sO, tiles.o, wgs, o),
+        sO=(
+            tensor(storage.sQ, tiles.o, wgs * plan.q_stages, q)
+            if plan.o_aliases_q
+            else tensor(storage.sO, tiles.o, wgs, o)
+        ),
     )
