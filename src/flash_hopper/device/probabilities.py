@@ -8,6 +8,7 @@ What a row or a key sees is an interval; `has_first` or `has_end` (compile-time)
 """
 
 from flash_hopper.device.dsl import Float32, Int32, const_expr, cute, cutlass
+from flash_hopper.device.layouts import acc_as_rows
 
 
 @cute.jit
@@ -72,3 +73,16 @@ def grad_columns(p_rows: cute.Tensor, dp_rows: cute.Tensor, delta: cute.Tensor, 
         statistic = delta[lane_col + 8 * (i // 2) + i % 2]
         for r in cutlass.range_constexpr(2):
             dp_rows[r, i] = p_rows[r, i] * (dp_rows[r, i] - statistic)
+
+
+@cute.jit
+def clear_rows(acc: cute.Tensor, end: Int32) -> None:
+    """Zero what an accumulator holds for rows that are not used, whatever it is.
+
+    acc: 64 x N of a warpgroup; end: rows in use, counted from this thread's first one, of which the other is 8 below.
+    """
+    if end <= 8:
+        rows = acc_as_rows(acc)
+        for r in cutlass.range_constexpr(2):
+            for i in cutlass.range_constexpr(cute.size(rows, mode=[1])):
+                rows[r, i] = rows[r, i] if 8 * r < end else Float32(0.0)

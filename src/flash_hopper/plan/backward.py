@@ -31,13 +31,15 @@ STATISTICS_ROWS = 16  # rows of the statistics are padded to a multiple of this 
 class PreprocessPlan:
     """Compile-time choices of the preprocess kernel: D = rowsum(dO o O) - dLSE, and LSE in base 2.
 
-    `cleared_hdim`: columns of the dQ accumulator, which it clears; 0 if there is none.
+    `cleared_hdim`: columns of the dQ accumulator, which it clears; 0 if there is none. `is_ragged`: rows of the statistics
+    are padded sequences, found in a table on the device.
     """
 
     dtype: DType
     threads_per_row: int
     has_dlse: bool
     cleared_hdim: int
+    is_ragged: bool
 
     kind = "preprocess"
 
@@ -45,6 +47,7 @@ class PreprocessPlan:
     def name(self) -> str:
         """Readable and unique among preprocess plans."""
         flags = ("_dlse" if self.has_dlse else "") + (f"_clear{self.cleared_hdim}" if self.cleared_hdim else "")
+        flags += "_ragged" if self.is_ragged else ""
         return f"preprocess_{self.dtype}_t{self.threads_per_row}{flags}"
 
 
@@ -65,6 +68,7 @@ class BackwardDqPlan:
     has_pingpong: bool
     scheduler: Literal["static", "dynamic"]
     mask: MaskKind
+    is_ragged: bool
     accumulates: bool
 
     kind = "backward_dq"
@@ -86,6 +90,7 @@ class BackwardDqPlan:
             f"backward_dq_{self.dtype}_d{self.tile_hdim}_dv{self.tile_hdimv}_{self.tile_m}x{self.tile_n}"
             f"_k{self.k_stages}v{self.v_stages}_{self.mask}_{self.scheduler}"
             + ("_pingpong" if self.has_pingpong else "")
+            + ("_ragged" if self.is_ragged else "")
             + ("_acc" if self.accumulates else "")
         )
 
@@ -114,6 +119,7 @@ class BackwardDkdvPlan:
     adds_dkdv: bool
     scheduler: Literal["static", "dynamic"]
     mask: MaskKind
+    is_ragged: bool
     accumulates: bool
 
     kind = "backward_dkdv"
@@ -145,6 +151,7 @@ class BackwardDkdvPlan:
                 if self.adds_dq
                 else ""
             )
+            + ("_ragged" if self.is_ragged else "")
             + ("_acc" if self.accumulates else "")
         )
 
@@ -153,20 +160,28 @@ class BackwardDkdvPlan:
 class PostprocessPlan:
     """Compile-time choices of the postprocess kernel: the float32 accumulator of dQ to dQ, or that of dK or dV.
 
-    `accumulates` adds to float32 values in memory instead of storing in the dtype.
+    `accumulates` adds to float32 values in memory instead of storing in the dtype. `ragged_side`: whose padded sequences the
+    rows of the accumulator are, found in a table on the device; "" for a dense batch.
     """
 
     dtype: DType
     tile_m: int
     tile_hdim: int
     accumulates: bool
+    ragged_side: Literal["", "q", "k"]
 
     kind = "postprocess"
 
     @property
+    def is_ragged(self) -> bool:
+        """The accumulator holds padded sequences."""
+        return self.ragged_side != ""
+
+    @property
     def name(self) -> str:
         """Readable and unique among postprocess plans."""
-        return f"postprocess_{self.dtype}_{self.tile_m}x{self.tile_hdim}" + ("_acc" if self.accumulates else "")
+        flags = (f"_ragged_{self.ragged_side}" if self.ragged_side else "") + ("_acc" if self.accumulates else "")
+        return f"postprocess_{self.dtype}_{self.tile_m}x{self.tile_hdim}{flags}"
 
 
 BackwardKernelPlan = PreprocessPlan | BackwardDqPlan | BackwardDkdvPlan | PostprocessPlan
@@ -210,7 +225,7 @@ class BackwardRequest:
 def plan_backward(problem: AttentionProblem, request: BackwardRequest) -> BackwardPlans:
     """The plans for a problem and what is asked of its backward."""
     hdim, hdimv = round_up(problem.head_dim, HDIM_STEP), round_up(problem.head_dim_v, HDIM_STEP)
-    threads_per_row = 8 if hdimv <= 64 else 16
+    threads_per_row, is_ragged = 8 if hdimv <= 64 else 16, problem.ragged is not None
     fused = choose_fused_tile(hdim, hdimv)
     if fused is not None and request.needs_dq and request.needs_dkdv and not request.is_deterministic:
         hdim = 2 * DQ_PIECE // fused.m  # two pieces of dQ a query block, one a warpgroup
@@ -218,15 +233,15 @@ def plan_backward(problem: AttentionProblem, request: BackwardRequest) -> Backwa
         if is_grouped:
             hdimv = round_up(hdimv, PIECE_COLS)
         return BackwardPlans(
-            PreprocessPlan(problem.dtype, threads_per_row, request.has_dlse, hdim),
+            PreprocessPlan(problem.dtype, threads_per_row, request.has_dlse, hdim, is_ragged),
             _dkdv_plan(problem, request, fused, hdim, hdimv, adds_dq=True, adds_dkdv=is_grouped),
             None,
-            _postprocess_plan(problem, request, hdim),
-            _postprocess_plan(problem, request, hdim) if is_grouped else None,
-            _postprocess_plan(problem, request, hdimv) if is_grouped else None,
+            _postprocess_plan(problem, request, hdim, "q"),
+            _postprocess_plan(problem, request, hdim, "k") if is_grouped else None,
+            _postprocess_plan(problem, request, hdimv, "k") if is_grouped else None,
         )
     return BackwardPlans(
-        PreprocessPlan(problem.dtype, threads_per_row, request.has_dlse, 0),
+        PreprocessPlan(problem.dtype, threads_per_row, request.has_dlse, 0, is_ragged),
         _dkdv_plan(problem, request, choose_dkdv_tile(hdim, hdimv), hdim, hdimv) if request.needs_dkdv else None,
         _dq_plan(problem, request, hdim, hdimv) if request.needs_dq else None,
         None,
@@ -237,14 +252,17 @@ def _mask(problem: AttentionProblem) -> MaskKind:
     return problem.mask.simplified(problem.seqlen_q, problem.seqlen_k).kind
 
 
-def _scheduler(mask: MaskKind) -> Literal["static", "dynamic"]:
-    """Tiles of full attention cost the same."""
-    return "static" if mask == "full" else "dynamic"
+def _scheduler(problem: AttentionProblem, mask: MaskKind) -> Literal["static", "dynamic"]:
+    """Tiles of full attention to a dense batch cost the same."""
+    return "static" if mask == "full" and problem.ragged is None else "dynamic"
 
 
-def _postprocess_plan(problem: AttentionProblem, request: BackwardRequest, hdim: int) -> PostprocessPlan:
+def _postprocess_plan(
+    problem: AttentionProblem, request: BackwardRequest, hdim: int, side: Literal["q", "k"]
+) -> PostprocessPlan:
     """Two pieces a CTA."""
-    return PostprocessPlan(problem.dtype, 2 * DQ_PIECE // hdim, hdim, request.accumulates)
+    ragged_side: Literal["", "q", "k"] = "" if problem.ragged is None else side
+    return PostprocessPlan(problem.dtype, 2 * DQ_PIECE // hdim, hdim, request.accumulates, ragged_side)
 
 
 def _dkdv_plan(
@@ -269,8 +287,9 @@ def _dkdv_plan(
         is_deferred=tile.is_deferred,
         adds_dq=adds_dq,
         adds_dkdv=adds_dkdv,
-        scheduler=_scheduler(mask),
+        scheduler=_scheduler(problem, mask),
         mask=mask,
+        is_ragged=problem.ragged is not None,
         accumulates=request.accumulates and not adds_dkdv,
     )
 
@@ -287,7 +306,8 @@ def _dq_plan(problem: AttentionProblem, request: BackwardRequest, hdim: int, hdi
         k_stages=tile.k_stages,
         v_stages=tile.v_stages,
         has_pingpong=tile.has_pingpong,
-        scheduler=_scheduler(mask),
+        scheduler=_scheduler(problem, mask),
         mask=mask,
+        is_ragged=problem.ragged is not None,
         accumulates=request.accumulates,
     )

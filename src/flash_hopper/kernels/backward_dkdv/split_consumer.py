@@ -53,12 +53,12 @@ class SplitConsumer:
         side = score_side(plan, atoms, shared, Int32(0))
         keys_state, tile_state = consumer_state(1), consumer_state(TILE_SLOTS)
         at = Cursors(consumer_state(plan.q_stages), consumer_state(plan.do_stages))
-        coord = pipes.tiles.read(tile_state)
+        tile = pipes.tiles.read(tile_state)
         tile_state.advance()
-        while coord.block >= 0:
+        while tile.block >= 0:
             pipes.keys.consumer_wait(keys_state)
-            view = key_view(plan, args, coord, Int32(0), thread)
-            order = query_schedule(plan, args, coord)
+            view = key_view(plan, args, tile, Int32(0), thread)
+            order = query_schedule(plan, args, tile)
             m_block = order.first
             total = order.count * query_heads(plan, args)
             side.acc_dV.fill(0.0)
@@ -85,17 +85,18 @@ class SplitConsumer:
             pipes.do.consumer_release(at.do)
             at = at.ahead()
             if const_expr(plan.accumulates):
-                self.epilogue.add(side.acc_dV, Float32(1.0), args, args.mdV, coord, Int32(0), thread)
+                self.epilogue.add(side.acc_dV, Float32(1.0), args, args.mdV, tile, Int32(0), thread)
             else:
+                self.epilogue.clear_unused(side.acc_dV, tile, Int32(0), thread)
                 all_consumers_sync(2)  # warpgroup 1 has finished its wgmmas on V
                 self.epilogue.stage(side.acc_dV, atoms.mma_dv, Float32(1.0), shared.sV[None, None, 0], Int32(0), thread)
                 self.epilogue.store(
-                    atoms.tma_dv, args.mdV, shared.sV[None, None, 0], plan.tile_hdimv, coord, Int32(0), thread
+                    atoms.tma_dv, args.mdV, shared.sV[None, None, 0], plan.tile_hdimv, tile, Int32(0), thread
                 )
                 self.epilogue.wait_stored(thread)
             pipes.keys.consumer_release(keys_state)
             keys_state.advance()
-            coord = pipes.tiles.read(tile_state)
+            tile = pipes.tiles.read(tile_state)
             tile_state.advance()
 
     @cute.jit
@@ -121,12 +122,12 @@ class SplitConsumer:
         keys_state, tile_state = consumer_state(1), consumer_state(TILE_SLOTS)
         at = Cursors(consumer_state(plan.q_stages), consumer_state(plan.do_stages))
         handover_arrive(is_full=False)  # P's buffer is free
-        coord = pipes.tiles.read(tile_state)
+        tile = pipes.tiles.read(tile_state)
         tile_state.advance()
-        while coord.block >= 0:
+        while tile.block >= 0:
             pipes.keys.consumer_wait(keys_state)
-            view = key_view(plan, args, coord, Int32(0), thread)
-            order = query_schedule(plan, args, coord)
+            view = key_view(plan, args, tile, Int32(0), thread)
+            order = query_schedule(plan, args, tile)
             total = order.count * query_heads(plan, args)
             side.acc_dK.fill(0.0)
             for _ in cutlass.range(total, unroll=1):
@@ -143,17 +144,18 @@ class SplitConsumer:
                 pipes.q.consumer_release(at.q)
                 at = at.ahead()
             if const_expr(plan.accumulates):
-                self.epilogue.add(side.acc_dK, args.scale, args, args.mdK, coord, Int32(0), thread)
+                self.epilogue.add(side.acc_dK, args.scale, args, args.mdK, tile, Int32(0), thread)
             else:
+                self.epilogue.clear_unused(side.acc_dK, tile, Int32(0), thread)
                 all_consumers_sync(2)  # warpgroup 0 has finished its wgmmas on K
                 self.epilogue.stage(side.acc_dK, atoms.mma_dk, args.scale, shared.sK[None, None, 0], Int32(1), thread)
                 self.epilogue.store(
-                    atoms.tma_dk, args.mdK, shared.sK[None, None, 0], plan.tile_hdim, coord, Int32(0), thread
+                    atoms.tma_dk, args.mdK, shared.sK[None, None, 0], plan.tile_hdim, tile, Int32(0), thread
                 )
                 self.epilogue.wait_stored(thread)
             pipes.keys.consumer_release(keys_state)
             keys_state.advance()
-            coord = pipes.tiles.read(tile_state)
+            tile = pipes.tiles.read(tile_state)
             tile_state.advance()
 
     def send_p(self, shared: SharedTensors, side: ScoreSide, thread: Int32) -> None:

@@ -71,7 +71,7 @@ def shared_struct(plan: BackwardDkdvPlan) -> Any:
         bar_q: array[Int64, 2 * specs["q"].stages]
         bar_do: array[Int64, 2 * specs["do"].stages]
         bar_tile: array[Int64, 2 * specs["tile"].stages]
-        slots: align[array[Int32, slot_ints(False) * specs["tile"].stages], 16]
+        slots: align[array[Int32, slot_ints(plan.is_ragged) * specs["tile"].stages], 16]
         sLSE: align[array[Float32, m * plan.q_stages], 128]
         sDelta: align[array[Float32, m * plan.do_stages], 128]
         sP: align[array[Float32, m // 2 * WARPGROUP if plan.splits_roles else 0], 16]

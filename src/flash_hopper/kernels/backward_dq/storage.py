@@ -58,7 +58,7 @@ def shared_struct(plan: BackwardDqPlan) -> Any:
         bar_k: array[Int64, 2 * specs["k"].stages]
         bar_v: array[Int64, 2 * specs["v"].stages]
         bar_tile: array[Int64, 2 * specs["tile"].stages]
-        slots: align[array[Int32, slot_ints(False) * specs["tile"].stages], 16]
+        slots: align[array[Int32, slot_ints(plan.is_ragged) * specs["tile"].stages], 16]
         sQ: align[array[dtype, WG_ROWS * plan.tile_hdim * wgs], SWIZZLE_ALIGN]
         sdO: align[array[dtype, WG_ROWS * plan.tile_hdimv * wgs], SWIZZLE_ALIGN]
         sK: align[array[dtype, plan.tile_n * plan.tile_hdim * plan.k_stages], SWIZZLE_ALIGN]
