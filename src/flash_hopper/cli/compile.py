@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def compile_kernels(
-    preset: Annotated[str | None, typer.Option(help="A named set: paper, common or all.")] = None,
+    preset: Annotated[str | None, typer.Option(help="A named set: paper, common, training, varlen or all.")] = None,
     suite: Annotated[
         str | None, typer.Option(help="What this suite of `verify` runs, e.g. forward, backward or ragged.")
     ] = None,
