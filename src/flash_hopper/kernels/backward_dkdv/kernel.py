@@ -53,12 +53,13 @@ class BackwardDkdvKernel:
 
     | pipeline | stages | filled by | bytes a stage | freed by |
     |---|---|---|---|---|
-    | tile | 1 | producer lane, 1 arrival | a tile | 1 arrival a consumer warp (with dQ: and its writer), when read |
+    | tile | 2 | producer lane, 1 arrival | a tile | 1 arrival a consumer warp (with dQ: and its writer), when read |
     | keys | 1 | TMA, K and V | tile_n x (tile_hdim + tile_hdimv) | 1 a consumer warp, when its stores have read the buffers (with dQ: when its last wgmmas have) |
     | q | plan.q_stages | TMA, Q and LSE | tile_m x (tile_hdim + 4 bytes) | 1 a consumer warp, when S and dK are done |
     | do | plan.do_stages | TMA, dO and D | tile_m x (tile_hdimv + 4 bytes) | 1 a consumer warp, when dP and dV are done |
 
-    Producer, per tile: post its coordinates, load K and V; per query head and block: Q, dO; ask for the next tile.
+    Producer, per tile: post it, load K and V; per query head and block: Q, dO; find the next tile. Blocks outside the inner
+    ones (`geometry/blocks.py`) are masked at both ends where the mask has two.
     Consumers: `consumer.py`; `split_consumer.py` for head dims above 128; `fused_consumer.py` if dQ is added up here as
     well, then with `dq_writer.py` in warp 1 of the producer's warpgroup.
     """

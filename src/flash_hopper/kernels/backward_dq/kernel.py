@@ -42,13 +42,14 @@ class BackwardDqKernel:
 
     | pipeline | stages | filled by | bytes a stage | freed by |
     |---|---|---|---|---|
-    | tile | 1 | scheduler lane, 1 arrival | a tile | 1 arrival a consumer warp and the producer, when read |
+    | tile | 2 | scheduler lane, 1 arrival | a tile | 1 arrival a consumer warp and the producer, when read |
     | rows | 1 | TMA, Q and dO | tile_m x (tile_hdim + tile_hdimv) | 1 a consumer warp, when dQ's store has read Q's buffer |
     | k | plan.k_stages | TMA | tile_n x tile_hdim | 1 a consumer warp, when dQ is done |
     | v | plan.v_stages | TMA | tile_n x tile_hdimv | 1 a consumer warp, when dP is done |
 
     Scheduler, per tile: post it, find the next one. Producer, per tile: load Q and dO; per block: K(j), V(j).
-    Consumer, per tile and block: S(j) and dP(j) issued in its turn, P, dS, dQ; then the store.
+    Consumer, per tile and block: S(j) and dP(j) issued in its turn, P, dS, dQ; then the store. A warpgroup skips the blocks
+    at both ends of the tile's that its rows cannot see; inner blocks (`geometry/blocks.py`) run no mask code.
     """
 
     def __init__(self, plan: BackwardDqPlan) -> None:
