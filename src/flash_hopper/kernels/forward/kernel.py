@@ -174,6 +174,7 @@ def placeholder_arguments(plan: ForwardPlan) -> tuple[Any, ...]:
     """Arguments for `cute.compile`."""
     dtype = ELEMENT_TYPES[plan.dtype]
     batch, seqlen_q, seqlen_k, heads, heads_k = (placeholders.size() for _ in range(5))
+    batch_k = placeholders.size() if plan.is_ragged else batch  # one side may be packed, the other padded
     hdim, hdimv = placeholders.head_dim_size(), placeholders.head_dim_size()
     lse = None
     if plan.has_lse:
@@ -181,8 +182,8 @@ def placeholder_arguments(plan: ForwardPlan) -> tuple[Any, ...]:
         lse = make_fake_tensor(Float32, (batch, heads, seqlen_q), strides, assumed_align=4)
     return (
         placeholders.heads_tensor(dtype, batch, seqlen_q, heads, hdim),
-        placeholders.heads_tensor(dtype, batch, seqlen_k, heads_k, hdim),
-        placeholders.heads_tensor(dtype, batch, seqlen_k, heads_k, hdimv),
+        placeholders.heads_tensor(dtype, batch_k, seqlen_k, heads_k, hdim),
+        placeholders.heads_tensor(dtype, batch_k, seqlen_k, heads_k, hdimv),
         placeholders.heads_tensor(dtype, batch, seqlen_q, heads, hdimv),
         lse,
         None if plan.is_ragged else placeholders.tile_counter(plan.scheduler),
