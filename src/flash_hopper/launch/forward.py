@@ -98,8 +98,9 @@ class PreparedForward:
             self._call(q, k, v, out, lse, table)
             return
         q, k, v = self._addressable(q), self._addressable(k), self._addressable(v)
-        if is_aligned(out) and (ragged is None or has_whole_rows(out)):
-            self._call(q, k, v, with_plain_unit_strides(out), lse, table)
+        plain = with_plain_unit_strides(out)
+        if is_aligned(out) and (ragged is None or has_whole_rows(plain)):
+            self._call(q, k, v, plain, lse, table)
             return
         staged = torch.empty(out.shape, dtype=out.dtype, device=self.device)
         self._call(q, k, v, with_plain_unit_strides(staged), lse, table)
@@ -107,9 +108,10 @@ class PreparedForward:
 
     def _addressable(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same values in a form that the kernel's views can address."""
+        tensor = addressable(tensor)
         if self.problem.ragged is not None and not has_whole_rows(tensor):
             return tensor.clone(memory_format=torch.contiguous_format)
-        return addressable(tensor)
+        return tensor
 
     def _call(
         self,

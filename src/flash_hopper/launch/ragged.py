@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from flash_hopper.compile.store import get_kernel
-from flash_hopper.geometry.arith import ceil_div
 from flash_hopper.launch.sequences import Sequences
 from flash_hopper.plan.schedule import SchedulePlan, table_ints
 from flash_hopper.problem.attention import AttentionProblem

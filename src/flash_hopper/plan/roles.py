@@ -114,7 +114,8 @@ def backward_dq_pipelines(plan: BackwardDqPlan) -> dict[str, PipelineSpec]:
 
 
 def backward_dkdv_pipelines(plan: BackwardDkdvPlan) -> dict[str, PipelineSpec]:
-    """Pipelines of the key-parallel backward kernel: keys (K and V of a tile), q with LSE, do with D, tile."""
+    """Pipelines of the key-parallel backward kernel: keys (K and V of a tile), q with LSE, do with D, tile; with split roles
+    p, from one consumer warpgroup to the other."""
     warps = roles_of(plan).consumer_warps
     size = plan.dtype.itemsize
     specs = [
@@ -122,5 +123,6 @@ def backward_dkdv_pipelines(plan: BackwardDkdvPlan) -> dict[str, PipelineSpec]:
         PipelineSpec("q", plan.q_stages, warps, plan.tile_m * (plan.tile_hdim * size + STATISTIC_BYTES)),
         PipelineSpec("do", plan.do_stages, warps, plan.tile_m * (plan.tile_hdimv * size + STATISTIC_BYTES)),
         PipelineSpec("tile", TILE_SLOTS, warps + plan.adds_dq, 0),  # the dQ writer reads coordinates, too
+        *([PipelineSpec("p", 1, WARPGROUP, 0)] if plan.splits_roles else []),  # every thread reads its own part
     ]
     return {spec.name: spec for spec in specs}

@@ -18,7 +18,6 @@ from flash_hopper.geometry.tiles import TileCoord, sequence_section, tile_coord
 from flash_hopper.plan.roles import TILE_SLOTS, WARP
 from flash_hopper.plan.schedule import COLUMNS
 
-
 SHORT_ROWS = 256  # that a tile visits in less time than a draw and a search take
 
 
@@ -65,12 +64,6 @@ class DenseTiles:
         """True if a tile takes less time than to find one: not known in advance."""
         return False
 
-    def request(self, work: Work, number: Int32) -> Int32:
-        return self.following(work, number)
-
-    def resolve(self, work: Work, requested: Int32) -> Int32:
-        return requested
-
     def following(self, work: Work, number: Int32) -> Int32:
         """The CTA's number after `number`."""
         return make_scheduler(self.scheduler, work.tiles, work.counter).following(number)
@@ -109,12 +102,6 @@ class RaggedTiles:
     def is_short(self, tile: RaggedTile) -> Boolean:
         """True if a tile takes less time than to find one."""
         return (tile.seqlen_q if self.by_keys else tile.seqlen_k) <= SHORT_ROWS
-
-    def request(self, work: Work, number: Int32) -> Int32:
-        return self.following(work, number)
-
-    def resolve(self, work: Work, requested: Int32) -> Int32:
-        return requested
 
     def following(self, work: Work, number: Int32) -> Int32:
         """The CTA's number after `number`: a draw."""

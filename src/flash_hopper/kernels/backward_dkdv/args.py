@@ -71,6 +71,7 @@ class Pipelines(NamedTuple):
     q: Any
     do: Any
     tiles: TileMailbox
+    p: Any | None  # split roles only
 
 
 class Resources(NamedTuple):

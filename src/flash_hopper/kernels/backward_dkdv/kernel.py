@@ -19,7 +19,7 @@ from flash_hopper.device.dsl import (
     warpgroup,
 )
 from flash_hopper.device.layouts import seqlen_major
-from flash_hopper.device.pipelines import tma_pipeline
+from flash_hopper.device.pipelines import thread_pipeline, tma_pipeline
 from flash_hopper.device.schedulers.mailbox import make_mailbox
 from flash_hopper.device.schedulers.source import Work
 from flash_hopper.device.sequences import make_batch
@@ -57,6 +57,7 @@ class BackwardDkdvKernel:
     | keys | 1 | TMA, K and V | tile_n x (tile_hdim + tile_hdimv) | 1 a consumer warp, when its stores have read the buffers (with dQ: when its last wgmmas have) |
     | q | plan.q_stages | TMA, Q and LSE | tile_m x (tile_hdim + 4 bytes) | 1 a consumer warp, when S and dK are done |
     | do | plan.do_stages | TMA, dO and D | tile_m x (tile_hdimv + 4 bytes) | 1 a consumer warp, when dP and dV are done |
+    | p | 1 | the P warpgroup's threads, split roles only | P^T, float32 | the dS warpgroup's threads, when read |
 
     Producer, per tile: post it, load K and V; per query head and block: Q, dO; find the next tile. Blocks outside the inner
     ones (`geometry/blocks.py`) are masked at both ends where the mask has two.
@@ -204,6 +205,7 @@ class BackwardDkdvKernel:
             q=tma_pipeline(specs["q"], storage.bar_q, size["q"] + statistics),
             do=tma_pipeline(specs["do"], storage.bar_do, size["do"] + statistics),
             tiles=make_mailbox(specs["tile"], storage, plan.is_ragged),
+            p=thread_pipeline(specs["p"], storage.bar_p, producers=WARPGROUP) if plan.splits_roles else None,
         )
 
 

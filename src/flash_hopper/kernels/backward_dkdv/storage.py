@@ -2,7 +2,7 @@
 
 | buffer | holds | shares memory with | written by | read by |
 |---|---|---|---|---|
-| barriers | full and empty mbarriers of keys, q, do, tile | - | all | all |
+| barriers | full and empty mbarriers of keys, q, do, tile, p | - | all | all |
 | slots | coordinates of the next tiles | - | producer | consumer warps |
 | sLSE, sDelta | statistics of tile_m rows per stage | - | TMA | consumers |
 | sP | P^T, register by register, split roles only | - | the P warpgroup | the dS warpgroup |
@@ -71,6 +71,7 @@ def shared_struct(plan: BackwardDkdvPlan) -> Any:
         bar_q: array[Int64, 2 * specs["q"].stages]
         bar_do: array[Int64, 2 * specs["do"].stages]
         bar_tile: array[Int64, 2 * specs["tile"].stages]
+        bar_p: array[Int64, 2 if plan.splits_roles else 0]
         slots: align[array[Int32, slot_ints(plan.is_ragged) * specs["tile"].stages], 16]
         sLSE: align[array[Float32, m * plan.q_stages], 128]
         sDelta: align[array[Float32, m * plan.do_stages], 128]
