@@ -100,7 +100,8 @@ def descriptors(plan, q: Layout, k: Layout, recorder, kernels) -> dict[str, Desc
 
 
 def pairs(plan):
-    for q, k in zip(layouts(plan.tile_hdim), layouts(plan.tile_hdim), strict=True):
+    """Each layout of q with another one of k: one side packed, the other padded among them."""
+    for q, k in zip(layouts(plan.tile_hdim), reversed(layouts(plan.tile_hdim)), strict=True):
         yield q, k._replace(heads=1)
 
 
