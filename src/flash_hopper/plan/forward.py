@@ -93,10 +93,12 @@ def plan_forward(problem: AttentionProblem) -> ForwardPlan:
 
 
 def _typical_rows(problem: AttentionProblem, mask: Mask) -> int:
-    """The length by which a tile is chosen: that of a sequence, or how far a window reaches if that is less."""
+    """The length by which a tile is chosen: that of a sequence, or how far a window reaches if that is less. Of a ragged
+    batch the longest sequence as far as the caller says, in powers of two so that few hints are told apart."""
     rows, ragged = problem.seqlen_q, problem.ragged
     if ragged is not None:
-        rows = ceil_div(ragged.rows_q, max(problem.batch, 1)) if ragged.max_seqlen_q is None else ragged.max_seqlen_q
+        hint = ragged.max_seqlen_q
+        rows = ceil_div(ragged.rows_q, max(problem.batch, 1)) if hint is None else 1 << max(hint - 1, 0).bit_length()
     if mask.chunk:
         return min(rows, mask.chunk)
     if mask.left is not None:

@@ -249,7 +249,7 @@ def _packed_views(
 
 def _write(view: Tensor, values: Tensor, used: tuple[Tensor, Tensor] | None) -> None:
     """Store values (batch, rows, ...), only those of used rows if any are not; a dimension of stride 0 takes its first."""
-    is_shared = view.shape[1] > 1 and view.stride(1) == 0
+    is_shared = any(view.shape[dim] > 1 and view.stride(dim) == 0 for dim in (0, 1))
     for dim in range(view.dim()):
         if view.stride(dim) == 0 and view.shape[dim] > 1:
             view, values = view.narrow(dim, 0, 1), values.narrow(dim, 0, 1)

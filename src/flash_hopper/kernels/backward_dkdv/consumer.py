@@ -14,9 +14,9 @@ from flash_hopper.device.pipelines import consumer_state
 from flash_hopper.device.probabilities import grad_columns, recompute_columns
 from flash_hopper.device.registers import to_operand
 from flash_hopper.device.sequences import make_batch
-from flash_hopper.geometry.arith import clamp
+from flash_hopper.geometry.arith import clamp, maximum
 from flash_hopper.geometry.blocks import Blocks, query_blocks
-from flash_hopper.geometry.masks import Interval, Lengths, MaskBounds, visible_queries
+from flash_hopper.geometry.masks import UNBOUNDED, Interval, Lengths, MaskBounds, visible_queries
 from flash_hopper.kernels.backward_dkdv.args import Cursors, DkdvArgs, Pipelines, Resources, SharedTensors
 from flash_hopper.kernels.backward_dkdv.epilogue import Epilogue
 from flash_hopper.kernels.backward_dkdv.fragments import (
@@ -55,12 +55,12 @@ def key_view(plan: BackwardDkdvPlan, args: DkdvArgs, tile: Any, band: Int32, thr
 
 
 def rows_that_see(key: Int32, lengths: Lengths, mask: MaskBounds) -> Interval:
-    """Rows that see `key`: none, i.e. a first row past the end or an end of 0, for a key past the end."""
+    """Rows that see `key`: none, i.e. a first row past any end or an end of 0, for a key past the end."""
     exists = clamp(lengths.k - key, 0, 1)
     rows = visible_queries(key, lengths, mask)
-    if mask.kind == "full":
-        return Interval((1 - exists) * lengths.q, rows.end)
-    return rows if mask.kind == "causal" else Interval(rows.first, rows.end * exists)
+    if mask.kind in ("full", "causal"):
+        return Interval(maximum(rows.first, (1 - exists) * UNBOUNDED), rows.end)
+    return Interval(rows.first, rows.end * exists)
 
 
 @cute.jit
