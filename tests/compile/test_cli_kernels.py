@@ -119,6 +119,8 @@ SHAPES = [
         "8192",
     ),
     ("--head-dim", "8", "--seqlen-q", "17", "--batch", "1", "--heads", "1"),
+    ("--seqlen-q", "8192", "--window-left", "1024", "--window-right", "0"),
+    ("--head-dim", "64", "--seqlen-q", "8192", "--causal", "--chunk", "512", "--ragged"),
 ]
 
 

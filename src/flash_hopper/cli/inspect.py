@@ -170,12 +170,13 @@ def _tile_rows(problem: "AttentionProblem", plan: "ForwardPlan") -> list[tuple[s
     from flash_hopper.plan.tables.forward import choose_row
 
     row = choose_row(plan.tile_hdim, plan.tile_hdimv)
-    is_short = row.short is not None and (plan.tile_m, plan.tile_n) == (row.short.m, row.short.n)
-    choice = "its tile for short lengths" if is_short else "its main tile"
+    choices = {"main tile": row.tile, "tile for short lengths": row.short, "tile for windows": row.window}
+    chosen = plan.tile_m, plan.tile_n, plan.has_pingpong
+    choice = next(name for name, t in choices.items() if t is not None and (t.m, t.n, t.has_pingpong) == chosen)
     return [
         ("query rows x keys a step", f"{plan.tile_m} x {plan.tile_n}"),
         ("head dims", f"{problem.head_dim} in {plan.tile_hdim}, {problem.head_dim_v} in {plan.tile_hdimv}"),
-        ("table row", f"head dims up to {row.hdim} and {row.hdimv}, {choice}"),
+        ("table row", f"head dims up to {row.hdim} and {row.hdimv}, its {choice}"),
         ("because", row.why),
         ("ping-pong", "warpgroups take turns at issuing MMAs" if plan.has_pingpong else "off"),
         ("scheduler", f"{plan.scheduler}, persistent CTAs"),
@@ -188,7 +189,8 @@ def _role_rows(plan: "ForwardPlan") -> list[tuple[str, str]]:
     roles = roles_of(plan)
     at_launch = REGISTER_FILE // roles.threads // 8 * 8
     return [
-        ("threads", f"{roles.threads}: 1 producer warpgroup, {roles.consumer_warpgroups} consumer warpgroups"),
+        ("threads", f"{roles.threads}: 1 warpgroup with the producer and the scheduler, "
+                    f"{roles.consumer_warpgroups} consumer warpgroups"),
         ("registers a thread", f"{at_launch} at launch, then {roles.producer_registers} producer, "
                                f"{roles.consumer_registers} consumer"),
     ]  # fmt: skip
@@ -196,13 +198,23 @@ def _role_rows(plan: "ForwardPlan") -> list[tuple[str, str]]:
 
 def _work_rows(problem: "AttentionProblem", plan: "ForwardPlan") -> list[tuple[str, str]]:
     from flash_hopper.geometry.arith import ceil_div
+    from flash_hopper.geometry.blocks import key_blocks
+    from flash_hopper.geometry.masks import Lengths, MaskBounds, kernel_bounds
 
+    lengths, mask = (
+        Lengths(problem.seqlen_q, problem.seqlen_k),
+        problem.mask.simplified(problem.seqlen_q, problem.seqlen_k),
+    )
+    bounds = MaskBounds(mask.kind, *kernel_bounds(mask))
+    visited = [
+        key_blocks(row, plan.tile_m, lengths, plan.tile_n, bounds) for row in range(0, problem.seqlen_q, plan.tile_m)
+    ]
     tiles = ceil_div(problem.seqlen_q, plan.tile_m) * problem.heads * problem.batch
     rows = ceil_div(problem.seqlen_q, plan.tile_m) * plan.tile_m
     return [
         ("output tiles", f"{tiles}, {tiles / SMS:.2f} for each of {SMS} SMs"),
         ("query rows computed", f"{rows} for {problem.seqlen_q} ({problem.seqlen_q / rows:.0%} of them asked for)"),
-        ("key blocks", f"up to {ceil_div(problem.seqlen_k, plan.tile_n)} a tile"),
+        ("key blocks", f"up to {max((blocks.end - blocks.start for blocks in visited), default=0)} a tile"),
     ]
 
 
@@ -237,7 +249,6 @@ def _pipeline_table(plan: "ForwardPlan") -> Table:
 
     table = _table("pipelines", "name", "stages", "bytes", "arrivals", "freed by")
     for spec in forward_pipelines(plan).values():
-        table.add_row(
-            spec.name, str(spec.stages), str(spec.tx_bytes), str(spec.consumer_arrivals), "one arrival a consumer warp"
-        )
+        freed_by = "consumer warps and the producer" if spec.name == "tile" else "consumer warps"
+        table.add_row(spec.name, str(spec.stages), str(spec.tx_bytes), str(spec.consumer_arrivals), freed_by)
     return table
