@@ -194,14 +194,18 @@ def test_how_a_ragged_batch_lies_in_memory_does_not_change_the_plan(d, kind, pac
     assert first == second
 
 
-def test_without_a_hint_the_tile_is_that_of_the_mean_length_and_a_batch_of_none_has_one():
-    for d, mean in product((64, 128, 256), (1, 100, 129, 1024, 5000)):
-        base = with_mask(d, d, "causal", LONG)
-        ragged = Ragged(True, True, False, False, 7 * mean, 7 * mean, None, None)
-        with_hint = dataclasses.replace(ragged, max_seqlen_q=mean)
-        plans = [plan_forward(dataclasses.replace(base, batch=7, ragged=r)) for r in (ragged, with_hint)]
-        assert plans[0] == plans[1]
-        assert plan_forward(dataclasses.replace(base, batch=0, ragged=dataclasses.replace(ragged, rows_q=0)))
+def test_the_tile_of_a_ragged_batch_is_that_of_the_hint_in_powers_of_two_or_of_the_mean_length():
+    for d, kind, length in product((64, 96, 128, 256), ("full", "causal"), (1, 100, 129, 1024, 1025, 5000)):
+        base = with_mask(d, d, kind, LONG)
+        hinted = Ragged(True, True, False, False, LONG, LONG, length, None)
+        unhinted = Ragged(True, True, False, False, 7 * length - 6, 7 * length - 6, None, None)
+        for batch, ragged, counted in ((3, hinted, 1 << (length - 1).bit_length()), (7, unhinted, length)):
+            plan = plan_forward(dataclasses.replace(base, batch=batch, ragged=ragged))
+            tile = choose_tile(d, d, kind, counted)
+            assert (plan.tile_m, plan.tile_n) == (tile.m, tile.n), (d, kind, length)
+    nothing = Ragged(True, True, False, False, 0, 0, None, None)
+    for ragged in (nothing, dataclasses.replace(nothing, max_seqlen_q=0)):
+        assert plan_forward(dataclasses.replace(with_mask(64, 64, "full", 1), batch=0, ragged=ragged)).is_ragged
 
 
 def test_windows_take_the_tile_for_windows_up_to_its_limit_whichever_end_reaches():
