@@ -1,12 +1,13 @@
 """Draw the figures of docs/algorithm.md. Run from anywhere: python docs/figures/make_figures.py
 
-The block figure asks `geometry.blocks.key_blocks`, so it shows what the kernel visits. A test compares the files with
+The figures of blocks ask `geometry.blocks.key_blocks`, so they show what the kernel visits. A test compares the files with
 what this script draws.
 """
 
 from pathlib import Path
 
 from flash_hopper.geometry.blocks import key_blocks
+from flash_hopper.geometry.masks import UNBOUNDED, Lengths, MaskBounds, visible_keys
 
 INK, PALE, GRID = "#333333", "#9a9a9a", "#d8d8d8"
 QK, PV, SOFTMAX, LOAD, STORE = "#30638e", "#6ba368", "#e8964f", "#8e7dbe", "#d1495b"
@@ -60,12 +61,12 @@ def blocks() -> str:
     left, top = 70, 34
     canvas.text(left + seqlen_k * cell / 2, 16, f"{seqlen_k} keys, blocks of {tile_n}")
     for row in range(0, seqlen_q, tile_m):
-        found = key_blocks(row, tile_m, seqlen_q, seqlen_k, tile_n, True)
+        found = key_blocks(row, tile_m, Lengths(seqlen_q, seqlen_k), tile_n, MaskBounds("causal"))
         rows = min(tile_m, seqlen_q - row)
         for block in range(found.end):
             first = block * tile_n
             keys = min(tile_n, seqlen_k - first)
-            colour = SOFTMAX if block >= found.full else QK
+            colour = SOFTMAX if block >= found.inner_end else QK
             canvas.box(
                 left + first * cell, top + row * cell, keys * cell, rows * cell, colour, stroke="#ffffff", opacity=0.75
             )
@@ -81,6 +82,82 @@ def blocks() -> str:
         canvas.text(494, 68 + 28 * line, words, anchor="start")
     canvas.text(470, 168, "paler: keys that the row does not see", anchor="start", size=11, fill=PALE)
     canvas.text(left + seqlen_k * cell / 2, 332, f"{seqlen_q} queries, causal, aligned bottom-right")
+    return canvas.svg()
+
+
+CUT_RIGHT, WHOLE, CUT_LEFT, SKIPPED = SOFTMAX, QK, PV, "#e9e9e9"
+
+
+def masks() -> str:
+    """The key blocks of one tile under a window and under chunks, and the three loops in which they are visited."""
+    lengths, tile_m, tile_n, cell = Lengths(32, 36), 8, 4, 13
+    left, height, row = 150, tile_m * cell, 16
+    canvas = Canvas(left + lengths.k * cell + 30, 398)
+    bounds = (
+        ("window (13, 0)", MaskBounds("local", 13, 0)),
+        ("chunks of 14, causal", MaskBounds("chunk", UNBOUNDED, 0, 14)),
+    )
+    for line, (words, mask) in enumerate(bounds):
+        top = 46 + line * 160
+        found = key_blocks(row, tile_m, lengths, tile_n, mask)
+        canvas.text(left - 12, top + height / 2 - 9, words, anchor="end")
+        canvas.text(left - 12, top + height / 2 + 9, f"rows {row} to {row + tile_m - 1}", anchor="end", fill=PALE)
+        for block in range(lengths.k // tile_n):
+            x = left + block * tile_n * cell
+            is_visited = found.start <= block < found.end
+            cut_right, cut_left = block >= found.inner_end, block < found.inner_start
+            colour = CUT_RIGHT if cut_right else CUT_LEFT if cut_left else WHOLE
+            colour, opacity = (colour, 0.75) if is_visited else (SKIPPED, 1)
+            canvas.box(x, top, tile_n * cell, height, colour, stroke="#ffffff", opacity=opacity)
+            if is_visited:
+                canvas.text(x + tile_n * cell / 2, top + height + 12, f"{found.end - block}.", size=11)
+        for i in range(tile_m):
+            first, end = visible_keys(row + i, lengths, mask)
+            for begin, stop in ((found.start * tile_n, max(first, 0)), (end, found.end * tile_n)):
+                if stop > begin:
+                    canvas.box(
+                        left + begin * cell, top + i * cell, (stop - begin) * cell, cell, "#ffffff", opacity=0.55
+                    )
+        canvas.box(left, top, lengths.k * cell, height, "none", stroke=PALE)
+    canvas.text(left + lengths.k * cell / 2, 24, f"{lengths.k} keys, blocks of {tile_n}, numbered as they are visited")
+    for place, (colour, words) in enumerate(
+        ((CUT_RIGHT, "cut on the right, or on both sides"), (WHOLE, "whole: no mask"), (CUT_LEFT, "cut on the left"))
+    ):
+        canvas.box(left + (0, 230, 360)[place], 350, 16, 16, colour, opacity=0.75)
+        canvas.text(left + (0, 230, 360)[place] + 22, 358, words, anchor="start")
+    canvas.text(left, 384, "paler: keys that the row does not see; grey: blocks that are not visited", anchor="start", size=11, fill=PALE)  # fmt: skip
+    return canvas.svg()
+
+
+def ragged() -> str:
+    """A packed batch: its sequences, their row tiles, and the view that ends with one of them."""
+    sequences, tile, cell, left, top = (("a", 12), ("b", 13), ("c", 0), ("d", 11)), 8, 14, 110, 40
+    total = sum(length for _, length in sequences)
+    canvas = Canvas(left + total * cell + 40, 240)
+    canvas.text(left - 12, top + 15, "packed rows", anchor="end")
+    canvas.text(left - 12, top + 65, "tiles", anchor="end")
+    first = 0
+    for (name, length), colour in zip(sequences, (QK, PV, LOAD, SOFTMAX), strict=True):
+        x = left + first * cell
+        canvas.box(x, top, length * cell, 30, colour, stroke="#ffffff", opacity=0.85)
+        if length:
+            canvas.text(x + length * cell / 2, top + 15, name, fill="#ffffff", size=14)
+        for block, begin in enumerate(range(0, length, tile)):
+            rows = min(tile, length - begin)
+            canvas.box(x + begin * cell, top + 50, rows * cell, 30, colour, stroke="#ffffff", opacity=0.5)
+            canvas.text(x + (begin + rows / 2) * cell, top + 65, f"{name}{block}", size=11)
+        first += length
+    canvas.text(left + total * cell / 2, 22, f"lengths {', '.join(str(n) for _, n in sequences)}; tiles of {tile} rows")
+    begin, end = 12, 12 + 13
+    y = top + 112
+    canvas.text(left - 12, y + 15, "view of b", anchor="end")
+    canvas.box(left + begin * cell, y, (end - begin) * cell, 30, PV, opacity=0.85)
+    canvas.text(left + (begin + end) / 2 * cell, y + 15, "rows LAST - 13 .. LAST - 1", fill="#ffffff", size=11)
+    canvas.box(left + end * cell, y, 3 * cell, 30, SKIPPED, stroke=PALE)
+    canvas.text(left + (end + 1.5) * cell, y + 15, "zeros", size=11)
+    canvas.text(left + (begin - 0.7) * cell, y + 15, "...", anchor="end")
+    canvas.text(left, y + 52, "For TMA the tensor ends where the sequence ends: tile b1 gets zeros in place of d's", anchor="start", size=11, fill=PALE)  # fmt: skip
+    canvas.text(left, y + 68, "rows, and what it stores there is dropped. c, of no rows, has no tile.", anchor="start", size=11, fill=PALE)  # fmt: skip
     return canvas.svg()
 
 
@@ -263,6 +340,8 @@ def backward_step() -> str:
 
 FIGURES = {
     "blocks.svg": blocks,
+    "masks.svg": masks,
+    "ragged.svg": ragged,
     "pingpong.svg": pingpong,
     "roles.svg": roles,
     "backward_products.svg": backward_products,

@@ -1,6 +1,7 @@
-"""Kernels compiled once a test session: each with its object file and its report."""
+"""Kernels compiled once a test session: each with its object file, its report and the sizes of its parameters."""
 
 import pickle
+import re
 from pathlib import Path
 
 from flash_hopper.compile.build import build
@@ -29,6 +30,10 @@ class CompiledKernels:
     def object_file(self, plan) -> Path:
         return _ensure(plan, str(self.folder)).with_suffix(".o")
 
+    def parameters(self, plan) -> list[int]:
+        """Bytes of each parameter of the kernel, in order."""
+        return pickle.loads(_ensure(plan, str(self.folder)).with_suffix(".parameters").read_bytes())
+
 
 def _ensure(plan, folder: str) -> Path:
     """The file with the report of a plan; its object lies beside it."""
@@ -37,5 +42,14 @@ def _ensure(plan, folder: str) -> Path:
         if not path.exists():
             built = build(plan, artifacts=True, strict=False)
             path.with_suffix(".o").write_bytes(built.object_code)
+            path.with_suffix(".parameters").write_bytes(pickle.dumps(_parameter_bytes(built.ptx)))
             path.write_bytes(pickle.dumps(examine(built)))
     return path
+
+
+_PARAMETER = re.compile(r"\.param (?:\.align \d+ )?\.[a-z](\d+) \w+(?:\[(\d+)\])?")
+
+
+def _parameter_bytes(ptx: str) -> list[int]:
+    (entry,) = re.findall(r"\.entry \w+\((.*?)\)", ptx, re.DOTALL)
+    return [int(bits) // 8 * int(count or 1) for bits, count in _PARAMETER.findall(entry)]

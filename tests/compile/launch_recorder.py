@@ -22,6 +22,7 @@ typedef struct { dims grid, block; size_t smem; void *stream; attribute *attribu
 enum { CLUSTER = 4, PROGRAMMATIC = 6, MAX_DYNAMIC_SMEM = 8, OPTIN_SMEM = 97 };
 
 struct { int launches; dims grid, block, cluster; size_t smem, allowed_smem; void *stream; int pdl; } notes;
+struct { int first, count; unsigned long long words[8][16]; } descriptors; /* kernel parameters of 128 bytes each */
 
 int cudaLaunchKernelExC(const config *c, const void *kernel, void **arguments) {
   notes.launches++;
@@ -31,6 +32,7 @@ int cudaLaunchKernelExC(const config *c, const void *kernel, void **arguments) {
     if (c->attributes[i].id == CLUSTER) notes.cluster = c->attributes[i].value.cluster;
     if (c->attributes[i].id == PROGRAMMATIC) notes.pdl = c->attributes[i].value.flag;
   }
+  for (int i = 0; i < descriptors.count; i++) memcpy(descriptors.words[i], arguments[descriptors.first + i], 128);
   return 0;
 }
 int cudaKernelSetAttributeForDevice(void *kernel, int id, int value, int device) {
@@ -95,6 +97,16 @@ class _Notes(ctypes.Structure):
     ]  # fmt: skip
 
 
+DESCRIPTOR_BYTES = 128
+_MOST_DESCRIPTORS = 8
+
+
+class _Descriptors(ctypes.Structure):
+    _fields_ = [
+        ("first", ctypes.c_int), ("count", ctypes.c_int), ("words", ctypes.c_uint64 * 16 * _MOST_DESCRIPTORS)
+    ]  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Launch:
     """The last launch, and how many there were."""
@@ -122,11 +134,25 @@ class Recorder:
         flags = ["-shared", "-fPIC", "-O1", "-w", "-Wl,-Bsymbolic"]
         command = [*require_linker(kit).command, *flags, "-o", library, *objects, source, kit.runtime_archive]
         subprocess.run(command, check=True)
-        self._notes = _Notes.in_dll(ctypes.CDLL(str(library)), "notes")
+        loaded = ctypes.CDLL(str(library))
+        self._notes = _Notes.in_dll(loaded, "notes")
+        self._descriptors = _Descriptors.in_dll(loaded, "descriptors")
         self._module = tvm_ffi.load_module(str(library))
 
     def function(self, symbol: str):
         return getattr(self._module, symbol)
+
+    def descriptors(self, symbol: str, parameters: list[int], arguments) -> list[bytes]:
+        """The TMA descriptors that a call hands to its kernel; `parameters`: the bytes of each of the kernel's."""
+        places = [i for i, size in enumerate(parameters) if size == DESCRIPTOR_BYTES]
+        assert places == list(range(places[0], places[0] + len(places))) and len(places) <= _MOST_DESCRIPTORS
+        noted = self._descriptors
+        noted.first, noted.count = places[0], len(places)
+        try:
+            self.function(symbol)(*arguments)
+        finally:
+            noted.count = 0
+        return [bytes(noted.words[i]) for i in range(len(places))]
 
     @property
     def launch(self) -> Launch:

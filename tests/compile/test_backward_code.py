@@ -1,11 +1,12 @@
-"""The backward kernels as compiled: every padded head dim with both masks on both routes, and head dims that differ.
+"""The backward kernels as compiled: every padded head dim, full and causal, on both routes, head dims that differ, and
+windows, chunks, ragged batches and sums in float32 with the largest head dims of every row of the tables.
 
 What the plans promise is looked up in the machine code: registers, no spills, the matrix instructions, TMA, bulk
 additions, the register hand-over, and the waits of programmatic launches. Shared memory is checked against the
 limit while a kernel is compiled (`budget.check_shared_memory`), and here from the plan.
 """
 
-from dataclasses import fields
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -25,29 +26,40 @@ from flash_hopper.plan.budget import SMEM_LIMIT_BYTES, SMEM_RESERVED_BYTES
 from flash_hopper.plan.roles import REGISTER_FILE, backward_dkdv_pipelines, backward_dq_pipelines, roles_of
 from flash_hopper.plan.tables.backward import DKDV_ROWS, DQ_ROWS, FUSED_ROWS
 from flash_hopper.problem.dtypes import DType
+from flash_hopper.problem.mask import Mask
+from flash_hopper.problem.ragged import Ragged
 from flash_hopper.testing.cases import case_of
 
 SAME = [(d, d) for d in ALL_HEAD_DIMS]
 # the corners, multi-head latent attention, and pairs that meet another row of a table than either head dim alone
 DIFFERENT = [(192, 128), (64, 128), (128, 64), (64, 256), (256, 64), (32, 256), (256, 32), (64, 224), (160, 192)]
 HALF = [(64, 64), (128, 128), (256, 256)]
+ROWS = [(64, 64), (128, 128), (192, 192), (256, 256)]
+MASKS = {"full": Mask(), "causal": Mask(right=0), "local": Mask(200, 100), "chunk": Mask(right=0, chunk=256)}
 
 
-def backward_plans(dims, causal, *, dtype=DType.BF16, has_dlse=False):
+def backward_plans(dims, kind, *, dtype=DType.BF16, has_dlse=False, is_ragged=False, accumulates=False):
     """The plans of both routes, with equal and with grouped heads."""
     found = []
+    ragged = Ragged(True, True, False, False, 2048, 2048, None, None) if is_ragged else None
     for is_deterministic, heads in product((False, True), ((2, 2), (2, 1))):
-        request = BackwardRequest(True, True, has_dlse, is_deterministic)
-        plans = plan_backward(case_of(dims, (1024, 1024), causal, heads=heads, dtype=dtype).problem(), request)
-        found += [getattr(plans, field.name) for field in fields(plans)]
-    return [plan for plan in found if plan is not None]
+        request = BackwardRequest(True, True, has_dlse, is_deterministic, accumulates)
+        problem = case_of(dims, (1024, 1024), False, heads=heads, dtype=dtype).problem()
+        found += plan_backward(replace(problem, mask=MASKS[kind], ragged=ragged), request).kernels()
+    return found
 
 
 def every_plan():
-    found = [plan for dims, causal in product(SAME, (False, True)) for plan in backward_plans(dims, causal)]
-    found += [plan for dims in DIFFERENT for plan in backward_plans(dims, True)]
-    found += [plan for dims in HALF for plan in backward_plans(dims, True, dtype=DType.FP16)]
-    with_dlse = [plan for dims in SAME for plan in backward_plans(dims, False, has_dlse=True)]
+    found = [plan for dims, kind in product(SAME, ("full", "causal")) for plan in backward_plans(dims, kind)]
+    for dims in ROWS:
+        found += backward_plans(dims, "local")
+        found += backward_plans(dims, "chunk", is_ragged=True)
+        found += backward_plans(dims, "causal", is_ragged=True, accumulates=True)
+    found += [plan for dims in ROWS[:2] for plan in backward_plans(dims, "full", is_ragged=True)]
+    found += backward_plans(ROWS[0], "local", accumulates=True)
+    found += [plan for dims in DIFFERENT for plan in backward_plans(dims, "causal")]
+    found += [plan for dims in HALF for plan in backward_plans(dims, "causal", dtype=DType.FP16)]
+    with_dlse = [plan for dims in SAME for plan in backward_plans(dims, "full", has_dlse=True)]
     found += [plan for plan in with_dlse if isinstance(plan, PreprocessPlan)]
     return list(dict.fromkeys(found))
 
@@ -63,22 +75,23 @@ def each(plans):
     return pytest.mark.parametrize("plan", plans, ids=lambda p: p.name)
 
 
-def test_the_plans_cover_every_head_dim_with_both_masks_and_every_row_of_the_tables():
+def test_the_plans_cover_every_head_dim_with_the_plain_masks_every_mask_and_every_row_of_the_tables():
     for plans in (DKDV, DQ):
-        for causal in (False, True):
-            met = {
-                (p.tile_hdim, p.tile_hdimv) for p in plans if p.is_causal == causal and not getattr(p, "adds_dq", False)
-            }
-            assert set(SAME) <= met
+        for kind, dims in (("full", SAME), ("causal", SAME), ("local", ROWS), ("chunk", ROWS)):
+            met = {(p.tile_hdim, p.tile_hdimv) for p in plans if p.mask == kind and not getattr(p, "adds_dq", False)}
+            assert set(dims) <= met
     assert set(DIFFERENT) <= {(p.tile_hdim, p.tile_hdimv) for p in DQ}
     own = {(p.tile_m, p.tile_n, p.q_stages, p.do_stages) for p in DKDV if not p.adds_dq}
     assert own == {(t.m, t.n, t.q_stages, t.do_stages) for *_, t in DKDV_ROWS}
     fused = {(p.tile_m, p.tile_n, p.q_stages, p.do_stages) for p in DKDV if p.adds_dq}
     assert fused == {(t.m, t.n, t.q_stages, t.do_stages) for *_, t in FUSED_ROWS}
     tiles = {(p.tile_m, p.tile_n, p.k_stages, p.v_stages) for p in DQ}
-    assert tiles == {(t.m, t.n, t.k_stages, t.v_stages) for *_, full, causal in DQ_ROWS for t in (full, causal)}
+    assert tiles == {(t.m, t.n, t.k_stages, t.v_stages) for *_, full, masked in DQ_ROWS for t in (full, masked)}
     assert {p.has_dlse for p in PRE} == {p.cleared_hdim > 0 for p in PRE} == {False, True}
     assert {(p.tile_m, p.tile_hdim) for p in POST} >= {(p.tile_m, p.tile_hdim) for p in DKDV if p.adds_dq}
+    assert {p.ragged_side for p in POST} == {"", "q", "k"}
+    for plans in (DKDV, DQ, POST):
+        assert {(p.is_ragged, p.accumulates) for p in plans} == set(product((False, True), repeat=2))
     assert {p.adds_dkdv for p in DKDV if p.adds_dq} == {False, True}
 
 
@@ -164,9 +177,12 @@ def test_the_products_of_the_query_parallel_kernel_are_whole_warpgroup_mmas(plan
 @each(DKDV)
 def test_tiles_and_statistics_of_the_key_parallel_kernel_travel_by_tma(plan, kernels):
     report = kernels.report(plan)
-    assert report.count("UTMALDG.4D") == report.count("UTMALDG") >= 6  # Q, dO, K, V, LSE, D
-    assert report.count("UTMASTG.4D") == report.count("UTMASTG")
-    assert (report.count("UTMASTG") >= 2) != plan.adds_dkdv
+    assert report.count("UTMALDG") >= 6  # Q, dO, K, V, LSE, D
+    # the end of a sequence is one dimension more, but for the statistics
+    assert report.count("UTMALDG.4D") + report.count("UTMALDG.5D") == report.count("UTMALDG")
+    assert (report.count("UTMALDG.5D") >= 4) == plan.is_ragged
+    assert report.count(f"UTMASTG.{4 + plan.is_ragged}D") == report.count("UTMASTG")
+    assert (report.count("UTMASTG") >= 2) != (plan.adds_dkdv or plan.accumulates)
     assert report.count("UBLKCP") == 0
     # a bulk addition for each warpgroup's piece of dQ, and one for each 64 columns of its dK and dV
     pieces = plan.adds_dq + (plan.tile_hdim + plan.tile_hdimv) // 64 * plan.adds_dkdv
@@ -177,9 +193,11 @@ def test_tiles_and_statistics_of_the_key_parallel_kernel_travel_by_tma(plan, ker
 @each(DQ)
 def test_tiles_of_the_query_parallel_kernel_travel_by_tma_and_nothing_is_added_in_memory(plan, kernels):
     report = kernels.report(plan)
-    assert report.count("UTMALDG.4D") == report.count("UTMALDG") >= 4
-    assert report.count("UTMASTG.4D") == report.count("UTMASTG") >= 1
-    assert report.count("UBLKRED") == report.count("UTMAREDG") == report.count("RED") == 0
+    dimensions = 4 + plan.is_ragged
+    assert report.count(f"UTMALDG.{dimensions}D") == report.count("UTMALDG") >= 4
+    assert report.count(f"UTMASTG.{dimensions}D") == report.count("UTMASTG")
+    assert (report.count("UTMASTG") >= 1) != plan.accumulates
+    assert report.count("UBLKRED") == report.count("UTMAREDG") == 0
 
 
 @each([*DKDV, *DQ])
@@ -187,6 +205,15 @@ def test_the_only_atomic_is_that_of_the_dynamic_scheduler(plan, kernels):
     report = kernels.report(plan)
     assert report.count("ATOMG") == (1 if plan.scheduler == "dynamic" else 0)
     assert report.count("RED") == report.count("ATOM") == 0
+
+
+@each([*DKDV, *DQ, *POST])
+def test_values_that_a_caller_sums_up_are_added_once_each(plan, kernels):
+    finished = 64 if isinstance(plan, PostprocessPlan) else plan.tile_hdim
+    finished += plan.tile_hdimv if isinstance(plan, BackwardDkdvPlan) else 0
+    # half a value of each column a thread
+    assert kernels.report(plan).count("REDG.ADD.F32") == kernels.report(plan).count("REDG")
+    assert kernels.report(plan).count("REDG") == (finished // 2 if plan.accumulates else 0)
 
 
 @each([*DKDV, *DQ])
@@ -210,5 +237,6 @@ def test_preprocess_reads_and_clears_16_bytes_at_a_time_and_needs_no_matrix_inst
 def test_postprocess_reads_16_bytes_at_a_time_and_stores_by_tma(plan, kernels):
     report = kernels.report(plan)
     assert report.count("LDG.128") >= 8  # 32 values a thread
-    assert report.count("UTMASTG.4D") == report.count("UTMASTG") == 1
+    assert report.count("UTMASTG") == (0 if plan.accumulates else 1)
+    assert report.count(f"UTMASTG.{4 + plan.is_ragged}D") == report.count("UTMASTG")
     assert report.count("HGMMA") == report.count("USETMAXREG") == report.count("UTMALDG") == 0

@@ -16,7 +16,7 @@ from flash_hopper.problem.dtypes import DType
 from flash_hopper.problem.errors import ArgumentError, CacheError, FlashHopperError, MissingDependencyError
 from flash_hopper.testing.suites import plans_of, suite
 
-(PLAN,) = forward_plans([(32, 32)], dtypes=(DType.BF16,), causal=(False,), lse=(False,))[:1]
+(PLAN,) = forward_plans([(32, 32)], dtypes=(DType.BF16,), mask=("full",), lse=(False,))[:1]
 
 
 def run(*arguments: str) -> str:
@@ -80,9 +80,7 @@ def test_the_cache_commands_take_another_folder_and_want_one_if_the_cache_is_off
 
 
 def test_compile_wants_to_know_what_to_compile_and_names_the_choices():
-    with pytest.raises(
-        ArgumentError, match=r"--preset paper.*--preset common.*--preset training.*--preset all.*--suite"
-    ):
+    with pytest.raises(ArgumentError, match=".*".join([*(f"--preset {name}" for name in PRESETS), "--suite"])):
         run("compile")
     with pytest.raises(ArgumentError, match=f"preset must be one of {', '.join(PRESETS)}, got 'fast'"):
         run("compile", "--preset", "fast")
@@ -94,6 +92,9 @@ def test_presets_are_nested_and_a_suite_stands_for_all_that_it_runs():
     assert compile_command._plans("paper", None) == preset_plans("paper")
     training = {plan.kind for plan in preset_plans("training")}
     assert training == {"forward", "preprocess", "backward_dq", "backward_dkdv", "postprocess"}
+    varlen = preset_plans("varlen")
+    assert {plan.kind for plan in varlen} == training | {"schedule"}
+    assert len(varlen) == len({plan.name for plan in varlen})
     assert set(compile_command._plans(None, "forward")) == set(plans_of(suite("forward")))
     both = compile_command._plans("common", "forward")
     assert len(both) == len(set(both)) and set(both) == common | set(plans_of(suite("forward")))
@@ -118,6 +119,8 @@ SHAPES = [
         "8192",
     ),
     ("--head-dim", "8", "--seqlen-q", "17", "--batch", "1", "--heads", "1"),
+    ("--seqlen-q", "8192", "--window-left", "1024", "--window-right", "0"),
+    ("--head-dim", "64", "--seqlen-q", "8192", "--causal", "--chunk", "512", "--ragged"),
 ]
 
 

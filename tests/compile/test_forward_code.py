@@ -1,4 +1,5 @@
-"""The forward kernel as compiled, for every tuning row, dtype and mask, and for every pair of padded head dims.
+"""The forward kernel as compiled: every tile of every tuning row under every mask, dense and ragged, and every pair of padded
+head dims.
 
 What the plan promises is looked up in the machine code: registers, no spills, the matrix instructions, TMA, and the
 register hand-over. The launch is recorded in `test_forward_launch.py`.
@@ -16,20 +17,46 @@ from flash_hopper.problem.attention import MAX_HEAD_DIM
 from flash_hopper.problem.dtypes import DType
 
 BF16 = (DType.BF16,)
-TUNED = forward_plans([(row.hdim, row.hdimv) for row in ROWS], lse=(True,))
+MASKS = ("full", "causal", "local", "chunk")
+ROW_DIMS = [(row.hdim, row.hdimv) for row in ROWS]
+TUNED = forward_plans(ROW_DIMS, lse=(True,))
+MASKED = forward_plans(ROW_DIMS, dtypes=BF16, mask=("local", "chunk"), lse=(True,))
+RAGGED = forward_plans(ROW_DIMS, dtypes=BF16, mask=MASKS, ragged=(True,), lse=(True,))
 # the mask, the log-sum-exp and the dynamic scheduler need most registers
-EVERY_PAIR = forward_plans(product(ALL_HEAD_DIMS, ALL_HEAD_DIMS), dtypes=BF16, causal=(True,), lse=(True,))
+EVERY_PAIR = forward_plans(product(ALL_HEAD_DIMS, ALL_HEAD_DIMS), dtypes=BF16, mask=("causal",), lse=(True,))
+# O in the stage of a Q of another size
+UNEVEN = [p for p in forward_plans([(32, 128), (128, 32)], dtypes=BF16, mask=("local",), lse=(True,)) if p.o_aliases_q]
 FLAGS = forward_plans([(128, 128)], dtypes=BF16, lse=(False, True), negative_scale=(False, True))
-PLANS = list(dict.fromkeys([*TUNED, *EVERY_PAIR, *FLAGS]))
+FLAGS += forward_plans(
+    [(128, 128)], dtypes=(DType.FP16,), mask=("local",), ragged=(True,), lse=(False,), negative_scale=(True,)
+)
+PLANS = list(dict.fromkeys([*TUNED, *MASKED, *RAGGED, *EVERY_PAIR, *UNEVEN, *FLAGS]))
 
 every_plan = pytest.mark.parametrize("plan", PLANS, ids=lambda p: p.name)
 
 
-def test_the_plans_cover_every_tile_of_every_row_and_every_pair_of_head_dims():
-    tiles = {(p.tile_m, p.tile_n) for p in TUNED}
-    assert tiles == {(t.m, t.n) for row in ROWS for t in (row.tile, row.short) if t is not None}
+def test_the_plans_cover_every_tile_of_every_row_every_mask_and_layout_and_every_pair_of_head_dims():
+    assert tiles_of(TUNED) == {tile for row in ROWS for tile in tiles_of_row(row)}
+    assert tiles_of(p for p in PLANS if p.mask == "local") >= {tile_of(row.window) for row in ROWS if row.window}
+    for row, mask in product(ROWS, MASKS):
+        of_row = [p for p in PLANS if (p.tile_hdim, p.tile_hdimv) == (row.hdim, row.hdimv) and p.mask == mask]
+        dense, ragged = ({p for p in of_row if p.is_ragged == is_ragged and p.has_lse} for is_ragged in (False, True))
+        assert tiles_of(dense) == tiles_of(ragged) != set(), (row, mask)
     assert {(p.tile_hdim, p.tile_hdimv) for p in PLANS} == set(product(ALL_HEAD_DIMS, ALL_HEAD_DIMS))
     assert max(ALL_HEAD_DIMS) == MAX_HEAD_DIM and len(ALL_HEAD_DIMS) == MAX_HEAD_DIM // HDIM_STEP
+    assert len(UNEVEN) == 2
+
+
+def tile_of(tile):
+    return tile.m, tile.n, tile.has_pingpong
+
+
+def tiles_of(plans):
+    return {(p.tile_m, p.tile_n, p.has_pingpong) for p in plans}
+
+
+def tiles_of_row(row):
+    return {tile_of(tile) for tile in (row.tile, row.short) if tile is not None}
 
 
 @every_plan
@@ -65,8 +92,10 @@ def test_both_products_are_warpgroup_mmas_of_the_tile_with_float32_sums(plan, ke
 @every_plan
 def test_all_tiles_travel_by_tma(plan, kernels):
     report = kernels.report(plan)
-    assert report.count("UTMALDG.4D") >= 3 and report.count("UTMASTG.4D") >= 1
-    assert report.count("UTMALDG") == report.count("UTMALDG.4D")
+    rank = "5D" if plan.is_ragged else "4D"
+    assert report.count(f"UTMALDG.{rank}") >= 3 and report.count(f"UTMASTG.{rank}") >= 1
+    assert report.count("UTMALDG") == report.count(f"UTMALDG.{rank}")
+    assert report.count("UTMASTG") == report.count(f"UTMASTG.{rank}")
 
 
 @every_plan
@@ -81,3 +110,8 @@ def test_exponentials_and_maxima_are_single_instructions(plan, kernels):
     # S of one block: tile_n / 2 values a thread, each with one exponential
     assert report.count("MUFU.EX2") >= plan.tile_n // 2
     assert report.count("FMNMX") + report.count("VIMNMX3") > 0
+
+
+@every_plan
+def test_tile_numbers_are_drawn_in_one_place_if_they_are_drawn_at_all(plan, kernels):
+    assert kernels.report(plan).count("ATOMG") == (plan.scheduler == "dynamic")

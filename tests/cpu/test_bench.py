@@ -21,6 +21,7 @@ from flash_hopper.testing.bench_rows import (
     compare,
     deterministic_costs,
     read_rows,
+    relative_rates,
     summarise,
     write_rows,
 )
@@ -179,13 +180,13 @@ def test_the_train_suite_is_causal_layers_of_16k_tokens_in_both_directions():
         assert shape.batch * shape.seqlen_q == 16_384
 
 
-@pytest.mark.parametrize("name", ["paper", "train", "host"])
+@pytest.mark.parametrize("name", ["paper", "train", "host", "ragged"])
 def test_a_direction_chooses_what_of_each_shape_is_measured(name):
     forward, backward, both = (bench_suite(name, Selection(), d) for d in ("forward", "backward", "both"))
     assert both == forward + backward
     assert [replace(shape, direction="forward") for shape in backward] == forward
     for there, back in zip(forward, backward, strict=True):
-        assert back.flops == 2.5 * there.flops == 2.5 * there.problem.flops
+        assert back.flops == 2.5 * there.flops == 2.5 * there.problem.flops_of(there.sequences)
         assert back.bytes_moved == 2 * there.bytes_moved
         assert str(back) != str(there)
         assert set(default_providers(back)) <= set(MAKERS["backward"])
@@ -193,7 +194,7 @@ def test_a_direction_chooses_what_of_each_shape_is_measured(name):
         assert default_providers(back)[:2] == ("ours", "ours-det")
 
 
-@pytest.mark.parametrize("name", ["paper", "train"])
+@pytest.mark.parametrize("name", ["paper", "train", "ragged"])
 def test_a_pack_for_a_bench_holds_the_kernels_of_its_directions(monkeypatch, tmp_path, name):
     packed = []
     monkeypatch.setattr("flash_hopper.compile.pack.build_pack", lambda plans, out, *_: packed.append((out, plans)))
@@ -203,14 +204,43 @@ def test_a_pack_for_a_bench_holds_the_kernels_of_its_directions(monkeypatch, tmp
         assert result.exit_code == 0, result.output
     (out, forward), (_, backward) = packed
     assert str(out) == str(tmp_path / "forward")
-    assert {plan.kind for plan in forward} == {"forward"}
-    assert {plan.kind for plan in backward} == {"forward", "preprocess", "backward_dkdv", "backward_dq", "postprocess"}
-    assert not any(plan.has_lse for plan in forward)
+    prepare = {"schedule"} if name == "ragged" else set()
+    assert {plan.kind for plan in forward} == {"forward"} | prepare
+    of_gradients = {"preprocess", "backward_dkdv", "backward_dq", "postprocess"}
+    assert {plan.kind for plan in backward} == {"forward"} | of_gradients | prepare
+    assert not any(plan.has_lse for plan in forward if plan.kind == "forward")
     assert all(plan.has_lse for plan in backward if plan.kind == "forward")
     dims = {(-(-s.d // 32) * 32, -(-s.dv // 32) * 32) for s in SUITES[name](DType.BF16)}
     for plans, kind in ((forward, "forward"), (backward, "backward_dq"), (backward, "backward_dkdv")):
         assert {(p.tile_hdim, p.tile_hdimv) for p in plans if p.kind == kind} >= dims
         assert len({p.name for p in plans if p.kind == kind}) == len([p for p in plans if p.kind == kind])
+
+
+def test_the_ragged_suite_sets_packed_batches_beside_dense_ones_and_windows_beside_none():
+    shapes = bench_suite("ragged", Selection(), "forward")
+    for d, causal in itertools.product((64, 128), (False, True)):
+        group = [s for s in shapes if (s.d, s.causal) == (d, causal) and s.seqlen_q < 16_384]
+        assert all(s.heads * s.d == 2048 and s.heads == s.heads_k for s in group)
+        dense, equal, zipf, one_long, tiny = group
+        assert not dense.is_ragged
+        assert dense.sequences == equal.sequences == ((2048, 2048),) * 8
+        assert dense.flops == equal.flops
+        assert dense.bytes_moved == equal.bytes_moved
+        assert len(zipf.sequences) == 64
+        for shape in (equal, zipf, one_long):
+            assert sum(n for n, _ in shape.sequences) == pytest.approx(16_384, rel=0.01)
+        assert sorted(one_long.sequences)[-2:] == [(64, 64), (8192, 8192)]
+        assert one_long.sequences.count((64, 64)) == 128
+        assert tiny.sequences == ((8, 8),) * 2000
+    for d in (64, 128):
+        windows = [s for s in shapes if s.d == d and s.seqlen_q == 16_384]
+        assert [s.left for s in windows] == [None, 128, 1024, 4096]
+        assert all(s.causal and s.batch == 1 for s in windows)
+        for shape in windows[1:]:
+            scores = sum(min(row, shape.left) + 1 for row in range(16_384))
+            assert shape.flops == 4 * shape.heads * shape.d * scores
+            assert (shape.problem.mask.left, shape.problem.mask.right) == (shape.left, 0)
+    assert {s.direction for s in bench_suite("ragged", Selection())} == {"forward", "backward"}
 
 
 @pytest.mark.parametrize("name", SUITES)
@@ -224,13 +254,13 @@ SMALL = BenchShape("paper", DType.BF16, 32, 48, True, 40, 56, 2, 4, 2)
 
 
 def exact(inputs, shape):
-    out, _ = naive.attention(inputs.q, inputs.k, inputs.v, softmax_scale=shape.d**-0.5, causal=shape.causal)
+    out, _ = naive.attention(inputs.q, inputs.k, inputs.v, softmax_scale=shape.d**-0.5, mask=shape.problem.mask)
     return out.to(inputs.q.dtype)
 
 
 def exact_gradients(inputs, shape):
     leaves = [t.double().requires_grad_() for t in (inputs.q, inputs.k, inputs.v)]
-    out, _ = naive.attention(*leaves, softmax_scale=shape.d**-0.5, causal=shape.causal)
+    out, _ = naive.attention(*leaves, softmax_scale=shape.d**-0.5, mask=shape.problem.mask)
     return tuple(g.to(inputs.q.dtype) for g in torch.autograd.grad(out, leaves, inputs.dout.double()))
 
 
@@ -350,6 +380,28 @@ def test_directions_are_summarised_apart_and_determinism_is_a_cost_and_no_peer()
     (alone,) = summarise(rows[-2:])
     assert alone.worst is None
     assert alone.deterministic_worst.ratio == pytest.approx(0.9)
+
+
+def test_rates_of_ragged_and_windowed_cells_are_set_against_the_dense_ones():
+    packed = replace(row("ours", 200.0, seqlen=3455, causal=True), lengths="zipf", batch=64)
+    windowed = replace(row("ours", 50.0, seqlen=16_384, causal=True), left=1024, batch=1)
+    rows = [
+        replace(row("ours", 100.0, seqlen=2048, causal=True), batch=8),
+        replace(row("ours", 1.0, seqlen=2048), batch=8),
+        packed,
+        replace(row("ours", 25.0, seqlen=16_384, causal=True), batch=1),
+        windowed,
+        replace(packed, provider="fa3"),
+        replace(packed, direction="backward"),
+    ]
+    found = relative_rates(rows)
+    assert [(rate.row, rate.base) for rate in found] == [(packed, rows[0]), (windowed, rows[3])]
+    assert [rate.ratio for rate in found] == pytest.approx([0.5, 0.5])
+    assert packed.cell != replace(packed, lengths="equal").cell != replace(packed, lengths=None).cell
+    assert packed.where == "d128 causal s64x3455, zipf"
+    assert windowed.where == "d128 causal s16k w1024"
+    table = render_table(ENV, [r for r in rows if r.direction == "forward"])
+    assert "| 2k | 16k | 64x3455, zipf | 16k w1024 |" in table.splitlines()[0]
 
 
 def test_stored_rows_come_back_equal_and_damage_is_named(tmp_path):

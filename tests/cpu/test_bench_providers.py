@@ -20,13 +20,28 @@ from flash_hopper.testing.xla_ffi import Buffer, Frame, Function
 SMALL = BenchShape("paper", DType.BF16, 32, 48, True, 40, 56, 2, 4, 2)
 BACKWARD = replace(SMALL, direction="backward")
 SQUARE = replace(BACKWARD, dv=32)
+PACKED = BenchShape("ragged", DType.BF16, 32, 48, True, 40, 40, 6, 4, 2, lengths="zipf")
+RAGGED = [
+    PACKED,
+    replace(PACKED, causal=False, lengths="equal"),
+    replace(PACKED, lengths="one_long", batch=3, seqlen_q=130, seqlen_k=130),
+    replace(PACKED, lengths=None, left=7),
+    replace(PACKED, left=5),
+    replace(PACKED, causal=False, left=5),
+]
 LONG = BenchShape("paper", DType.BF16, 16, 16, False, 2048, 2048, 1, 2, 1)
 
 
 def attend(inputs, shape):
     """out, lse and the gradients of q, k, v in float64."""
     leaves = [t.double().requires_grad_() for t in (inputs.q, inputs.k, inputs.v)]
-    out, lse = naive.attention(*leaves, softmax_scale=shape.d**-0.5, causal=shape.causal)
+    options = {"softmax_scale": shape.d**-0.5, "mask": shape.problem.mask}
+    if shape.is_ragged:
+        out, lse = naive.varlen_attention(
+            *leaves, **options, cu_seqlens_q=inputs.cu_seqlens, cu_seqlens_k=inputs.cu_seqlens
+        )
+    else:
+        out, lse = naive.attention(*leaves, **options)
     gradients = torch.autograd.grad(out, leaves, inputs.dout.double())
     return out.detach(), lse.detach(), gradients
 
@@ -42,10 +57,10 @@ def exact_gradients(inputs, shape):
 def spoiled(tensor):
     """Kinds of wrong values: unwritten, one element off, scaled, nothing at all, of other heads."""
     unwritten = tensor.clone()
-    unwritten[-1, -1, -1, -1] = torch.nan
+    unwritten[-1, ..., -1, -1] = torch.nan
     one_element = tensor.clone()
-    one_element[0, 0, 0, 5] += 0.5
-    return [unwritten, one_element, 1.2 * tensor, torch.zeros_like(tensor), tensor.flip(2)]
+    one_element[0, ..., 0, 5] += 0.5
+    return [unwritten, one_element, 1.2 * tensor, torch.zeros_like(tensor), tensor.flip(-2)]
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -80,6 +95,30 @@ def test_right_gradients_pass_the_check_and_each_kind_of_wrong_one_fails(dtype, 
             check_gradients(wrong, shape, inputs)
 
 
+@pytest.mark.parametrize("shape", RAGGED, ids=str)
+def test_packed_batches_and_windows_are_checked_sequence_by_sequence(shape):
+    inputs = make_inputs(shape, "cpu")
+    right, gradients = exact(inputs, shape), exact_gradients(inputs, shape)
+    check_result(right, shape, inputs)
+    check_gradients(gradients, shape, inputs)
+    others = [replace(shape, causal=not shape.causal), replace(shape, left=4)]
+    if shape.lengths == "zipf":
+        equal = replace(inputs, cu_seqlens=torch.arange(0, len(inputs.q) + 1, len(inputs.q)).int())
+        others += [replace(shape, left=len(inputs.q))] if shape.left is not None else []
+        with pytest.raises(WrongResult):
+            check_result(exact(equal, shape), shape, inputs)
+    for other in others:
+        with pytest.raises(WrongResult):
+            check_result(exact(inputs, other), shape, inputs)
+        for at, name in enumerate(("dq", "dk", "dv")):
+            wrong = exact_gradients(inputs, other)[at]
+            with pytest.raises(WrongResult, match=name):
+                check_gradients((*gradients[:at], wrong, *gradients[at + 1 :]), shape, inputs)
+    for wrong in spoiled(right):
+        with pytest.raises(WrongResult):
+            check_result(wrong, shape, inputs)
+
+
 def test_the_allowance_does_not_grow_with_the_length_until_anything_passes():
     inputs = make_inputs(LONG, "cpu")
     out = exact(inputs, LONG)
@@ -104,7 +143,7 @@ def test_long_sequences_are_checked_in_pieces_with_the_same_result(monkeypatch):
         found = {}
         for part in parts:
             for row, want, allowed in zip(part.rows, part.want, part.allowed, strict=True):
-                found[part.name, part.batch, part.head, row] = torch.cat((want, allowed))
+                found[part.name, part.sequence, part.head, row] = torch.cat((want, allowed))
         return found
 
     first, second = values(whole), values(pieces)
@@ -114,7 +153,9 @@ def test_long_sequences_are_checked_in_pieces_with_the_same_result(monkeypatch):
         torch.testing.assert_close(value, second[key])
 
 
-@pytest.mark.parametrize("shape", [SMALL, BACKWARD], ids=["forward", "backward"])
+@pytest.mark.parametrize(
+    "shape", [SMALL, BACKWARD, *RAGGED, *(replace(shape, direction="backward") for shape in RAGGED)], ids=str
+)
 def test_the_cpu_backend_passes_as_provider(shape):
     inputs = make_inputs(shape, "cpu")
     for name in MAKERS[shape.direction]:
@@ -131,6 +172,9 @@ def test_missing_providers_are_absent_with_the_reason():
         ("ours-out", BACKWARD, "no such provider of the backward"),
         ("ours-det", SMALL, "no such provider of the forward"),
         ("fa3", BACKWARD, "equal head dims"),
+        ("fa3", replace(PACKED, dv=32, direction="backward"), "dense batches only"),
+        ("sdpa-cudnn", PACKED, "no windows and no packed batches"),
+        ("sdpa-cudnn", replace(PACKED, lengths=None, left=7), "no windows and no packed batches"),
     ):
         with pytest.raises(ProviderAbsent, match=reason):
             prepare(name, shape, inputs)
@@ -244,3 +288,19 @@ def test_a_missing_or_unloadable_library_of_fa3_is_a_reason(monkeypatch, tmp_pat
     with pytest.raises(ProviderAbsent, match="cannot be loaded: OSError"):
         prepare("fa3", SQUARE, inputs)
     fa3_backward._library.cache_clear()
+
+
+def test_peers_get_offsets_longest_lengths_and_windows_as_they_name_them(monkeypatch, tmp_path):
+    (tmp_path / "peer_like_flash.py").write_text(
+        "import flash_hopper\n"
+        "def flash_attn_func(q, k, v, softmax_scale=None, causal=False, window_size=(-1, -1)):\n"
+        "    return flash_hopper.flash_attn_func(q, k, v, softmax_scale, causal=causal, window_size=window_size)\n"
+        "def flash_attn_varlen_func(q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None,\n"
+        "                           softmax_scale=None, causal=False, window_size=(None, None)):\n"
+        "    return flash_hopper.flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,\n"
+        "        softmax_scale=softmax_scale, causal=causal, window_size=window_size)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(MAKERS["forward"], "fa4", flash_attn_like("peer_like_flash"))
+    for shape in RAGGED:
+        assert isinstance(prepare("fa4", shape, make_inputs(shape, "cpu")), Prepared)

@@ -185,3 +185,24 @@ def test_demo_refuses_bad_input_by_name(tmp_path):
     ):
         with pytest.raises(ArgumentError, match=message):
             small(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        ((), "_full_static"),
+        (("--causal",), "_causal_"),
+        (("--causal", "--window-left", "-1", "--window-right", "7"), "_causal_"),
+        (("--window-left", "128", "--causal"), "_local_"),
+        (("--window-right", "5"), "_local_"),
+        (("--chunk", "64"), "_chunk_"),
+        (("--ragged",), "_full_dynamic_ragged"),
+        (("--ragged", "--causal", "--lse"), "_causal_dynamic_ragged_lse"),
+        (("--ragged", "--window-left", "100"), "_local_dynamic_ragged"),
+    ],
+)
+def test_inspect_shows_the_kernel_of_every_mask_and_of_packed_batches(arguments, shown):
+    name, *tables = run("inspect", *arguments).splitlines()
+    assert name.startswith("forward_bf16_d128_dv128_")
+    assert shown in name
+    assert any("shared memory" in line for line in tables)

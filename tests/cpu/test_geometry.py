@@ -1,152 +1,237 @@
-"""Block ranges and tile order against brute force, for every small shape and for random large ones."""
+"""Visible intervals, block ranges and tile order against brute force: every small shape, and random large ones."""
 
 import math
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flash_hopper.geometry.arith import ceil_div, clamp, maximum, minimum, round_up
-from flash_hopper.geometry.blocks import first_query, key_blocks, query_blocks, visible_keys
+from flash_hopper.geometry.blocks import Blocks, key_blocks, query_blocks
+from flash_hopper.geometry.masks import UNBOUNDED, Lengths, MaskBounds, visible_keys, visible_queries
 from flash_hopper.geometry.tiles import SECTION_BYTES, SECTION_PAIRS, TileCoord, heads_per_section, tile_coord
+from flash_hopper.problem.mask import Mask
 
-LENGTHS = range(1, 12)
+LENGTHS = range(8)
+# every kind, each bound absent, at its least and larger, chunks smaller and larger than the windows
+MASKS = {
+    "full": [Mask()],
+    "causal": [Mask(None, 0)],
+    "local": [
+        Mask(left, right) for left in (None, 0, 1, 3) for right in (None, 0, 2) if (left, right or 0) != (None, 0)
+    ],
+    "chunk": [Mask(*ends, chunk) for ends in product((None, 0, 1, 3), (None, 0, 2)) for chunk in (1, 2, 3, 5)],
+}
+KINDS = pytest.mark.parametrize("kind", MASKS)
 
 
-def sees(row, key, seqlen_q, seqlen_k, is_causal):
-    """The mask in words: row i sees key j if the key exists and, causal, is not after i counted from the end."""
-    return 0 <= key < seqlen_k and (not is_causal or key - seqlen_k <= row - seqlen_q)
+def keys_of(row, seqlen_q, seqlen_k, mask):
+    """The mask in words, as a range: keys that exist, neither bound away from the diagonal, in the diagonal's chunk."""
+    diagonal = row - seqlen_q + seqlen_k
+    firsts, ends = [0], [seqlen_k]
+    if mask.left is not None:
+        firsts.append(diagonal - mask.left)
+    if mask.right is not None:
+        ends.append(diagonal + mask.right + 1)
+    if mask.chunk:
+        firsts.append(math.floor(diagonal / mask.chunk) * mask.chunk)
+        ends.append(firsts[-1] + mask.chunk)
+    return range(max(firsts), max(*firsts, min(ends)))
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_visible_keys_counts_the_mask_of_every_row(is_causal):
-    for seqlen_q, seqlen_k in product(LENGTHS, range(12)):
+def bounds_of(mask):
+    left, right = (UNBOUNDED if end is None else end for end in (mask.left, mask.right))
+    return MaskBounds(mask.kind, left, right, mask.chunk)
+
+
+def small_cases(kind):
+    for mask, seqlen_q, seqlen_k in product(MASKS[kind], LENGTHS, LENGTHS):
+        assert mask.kind == kind
+        yield mask, seqlen_q, seqlen_k
+
+
+@KINDS
+def test_visible_keys_are_the_mask_of_every_row(kind):
+    for mask, seqlen_q, seqlen_k in small_cases(kind):
         for row in range(seqlen_q):
-            seen = [key for key in range(seqlen_k) if sees(row, key, seqlen_q, seqlen_k, is_causal)]
-            limit = visible_keys(row, seqlen_q, seqlen_k, is_causal)
-            assert seen == list(range(max(limit, 0))), (seqlen_q, seqlen_k, row)
+            first, end = visible_keys(row, Lengths(seqlen_q, seqlen_k), bounds_of(mask))
+            assert end <= seqlen_k
+            seen = list(keys_of(row, seqlen_q, seqlen_k, mask))
+            assert seen == list(range(max(first, 0), end)), (mask, seqlen_q, seqlen_k, row)
 
 
-def check_blocks(row, rows, seqlen_q, seqlen_k, tile_n, is_causal):
-    full, end = key_blocks(row, rows, seqlen_q, seqlen_k, tile_n, is_causal)
-    shape = (row, rows, seqlen_q, seqlen_k, tile_n, is_causal)
-    real_rows = range(row, min(row + rows, seqlen_q))
-
-    def block_sees(block):
-        keys = range(block * tile_n, (block + 1) * tile_n)
-        return [sees(r, key, seqlen_q, seqlen_k, is_causal) for r in real_rows for key in keys]
-
-    assert 0 <= full <= end, shape
-    assert end >= 1, shape
-    assert all(all(block_sees(block)) for block in range(full)), f"a block without a mask needs one: {shape}"
-    assert not any(any(block_sees(b)) for b in range(end, ceil_div(seqlen_k, tile_n) + 1)), (
-        f"a visible key is missed: {shape}"
-    )
-    assert end == 1 or any(block_sees(end - 1)), f"the last block sees nothing: {shape}"
-    assert full == end or not all(block_sees(full)), f"block {full} needs no mask: {shape}"
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("tile_n", [1, 2, 3, 4])
-@pytest.mark.parametrize("tile_m", [1, 2, 3, 5])
-def test_key_blocks_visit_what_is_visible_and_mask_what_needs_it(tile_m, tile_n, is_causal):
-    for seqlen_q, seqlen_k in product(LENGTHS, LENGTHS):
-        for row in range(0, seqlen_q, tile_m):
-            check_blocks(row, tile_m, seqlen_q, seqlen_k, tile_n, is_causal)
-
-
-@given(st.data())
-def test_key_blocks_of_random_shapes_with_the_kernels_tiles(data):
-    tile_m, tile_n = data.draw(st.sampled_from([(64, 64), (128, 80), (128, 112), (192, 80), (192, 128), (256, 64)]))
-    seqlen_q, seqlen_k = data.draw(st.integers(1, 700)), data.draw(st.integers(1, 700))
-    row = tile_m * data.draw(st.integers(0, (seqlen_q - 1) // tile_m))
-    is_causal = data.draw(st.booleans())
-    full, end = key_blocks(row, tile_m, seqlen_q, seqlen_k, tile_n, is_causal)
-    last = min(row + tile_m, seqlen_q) - 1
-    most = visible_keys(last, seqlen_q, seqlen_k, is_causal)  # the last row sees most, the first least
-    least = visible_keys(row, seqlen_q, seqlen_k, is_causal)
-    assert end == max(1, math.ceil(most / tile_n))
-    assert full == min(end, max(0, least // tile_n))
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_first_query_is_the_first_row_that_sees_a_key(is_causal):
-    for seqlen_q, seqlen_k in product(LENGTHS, LENGTHS):
+@KINDS
+def test_visible_queries_are_the_mask_of_every_key(kind):
+    for mask, seqlen_q, seqlen_k in small_cases(kind):
         for key in range(seqlen_k):
-            seen = [row for row in range(seqlen_q) if sees(row, key, seqlen_q, seqlen_k, is_causal)]
-            first = first_query(key, seqlen_q, seqlen_k, is_causal)
-            assert seen == list(range(max(first, 0), seqlen_q)), (seqlen_q, seqlen_k, key)
-            # a row sees a key if and only if the key is one of those that `visible_keys` counts
-            assert seen == [r for r in range(seqlen_q) if key < visible_keys(r, seqlen_q, seqlen_k, is_causal)]
+            first, end = visible_queries(key, Lengths(seqlen_q, seqlen_k), bounds_of(mask))
+            assert end <= seqlen_q
+            seen = [row for row in range(seqlen_q) if key in keys_of(row, seqlen_q, seqlen_k, mask)]
+            assert seen == list(range(max(first, 0), end)), (mask, seqlen_q, seqlen_k, key)
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_no_query_sees_a_key_past_the_end(is_causal):
-    for seqlen_q, seqlen_k in product(LENGTHS, LENGTHS):
-        for key in range(seqlen_k, seqlen_k + 8):
-            assert first_query(key, seqlen_q, seqlen_k, is_causal) >= seqlen_q, (seqlen_q, seqlen_k, key)
+@KINDS
+@pytest.mark.parametrize("visible", [visible_keys, visible_queries])
+def test_both_ends_of_what_is_visible_grow_with_the_row_or_key(kind, visible):
+    for mask, seqlen_q, seqlen_k in small_cases(kind):
+        places = range(seqlen_q if visible is visible_keys else seqlen_k)
+        found = [visible(place, Lengths(seqlen_q, seqlen_k), bounds_of(mask)) for place in places]
+        assert all(a.first <= b.first and a.end <= b.end for a, b in pairwise(found)), (mask, seqlen_q, seqlen_k)
 
 
-def check_query_blocks(key, keys, seqlen_q, seqlen_k, tile_m, is_causal):
-    start, full, end = query_blocks(key, keys, seqlen_q, seqlen_k, tile_m, is_causal)
-    shape = (key, keys, seqlen_q, seqlen_k, tile_m, is_causal)
-    real_keys = range(key, min(key + keys, seqlen_k))
-
-    def block_sees(block):
-        rows = range(block * tile_m, min((block + 1) * tile_m, seqlen_q))
-        return [sees(row, k, seqlen_q, seqlen_k, is_causal) for row in rows for k in real_keys]
-
-    blocks = ceil_div(seqlen_q, tile_m)
-    assert 0 <= start <= full <= end == blocks, shape
+def check_order(found, count, shape):
+    start, inner_start, inner_end, end = found
+    assert 0 <= start <= inner_start <= inner_end <= end <= max(count, 1), shape
     assert start < end, f"a tile without a block: {shape}"
-    assert all(all(block_sees(block)) for block in range(full, end)), f"a block without a mask needs one: {shape}"
-    assert not any(any(block_sees(block)) for block in range(start)), f"a visible query is missed: {shape}"
-    assert any(block_sees(start)), f"the first block sees nothing: {shape}"
-    assert full == start or not all(block_sees(full - 1)), f"block {full - 1} needs no mask: {shape}"
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
+def check_blocks(found, seen, whole, count, shape):
+    """`seen`: blocks in which anything is visible; `whole`: those in which everything is."""
+    check_order(found, count, shape)
+    visited = set(range(found.start, found.end))
+    if seen:
+        assert visited == seen, f"{visited} are visited, {seen} are visible: {shape}"
+    else:
+        assert len(visited) == 1, f"more than one block for a tile that sees nothing: {shape}"
+    assert set(range(found.inner_start, found.inner_end)) == whole, f"{found}, {whole} need no mask: {shape}"
+
+
+def check_key_blocks(row, rows, lengths, tile_n, mask):
+    """Blocks with a visible key are visited, those that every row sees whole go without mask, and no others do."""
+    shape = (row, rows, lengths, tile_n, mask)
+    visible = [keys_of(r, *lengths, mask) for r in range(row, min(row + rows, lengths.q))]
+    count = ceil_div(lengths.k, tile_n)
+    seen = {n for keys in visible if keys for n in range(keys.start // tile_n, (keys.stop - 1) // tile_n + 1)}
+    last_first, first_end = max(keys.start for keys in visible), min(keys.stop for keys in visible)
+    whole = {n for n in range(count) if last_first <= n * tile_n and (n + 1) * tile_n <= first_end}
+    check_blocks(key_blocks(row, rows, lengths, tile_n, bounds_of(mask)), seen, whole, count, shape)
+
+
+def check_query_blocks(key, keys, lengths, tile_m, mask):
+    """Blocks with a visible query are visited, those whose rows see every key go without mask, and no others do."""
+    shape = (key, keys, lengths, tile_m, mask)
+    last = min(key + keys, lengths.k) - 1
+    visible = [keys_of(row, *lengths, mask) for row in range(lengths.q)]
+    count = ceil_div(lengths.q, tile_m)
+    seen = {row // tile_m for row, seen in enumerate(visible) if seen and seen.start <= last and key < seen.stop}
+    partly = {row // tile_m for row, seen in enumerate(visible) if not (seen.start <= key and last < seen.stop)}
+    whole = set(range(count)) - partly
+    check_blocks(query_blocks(key, keys, lengths, tile_m, bounds_of(mask)), seen, whole, count, shape)
+
+
+@KINDS
+@pytest.mark.parametrize("tile_n", [1, 2, 3])
+@pytest.mark.parametrize("tile_m", [1, 2, 3, 5])
+def test_key_blocks_visit_what_is_visible_and_mask_what_needs_it(tile_m, tile_n, kind):
+    for mask, seqlen_q, seqlen_k in small_cases(kind):
+        for row in range(0, seqlen_q, tile_m):
+            check_key_blocks(row, tile_m, Lengths(seqlen_q, seqlen_k), tile_n, mask)
+
+
+@KINDS
 @pytest.mark.parametrize("tile_n", [1, 2, 3, 5])
-@pytest.mark.parametrize("tile_m", [1, 2, 3, 4])
-def test_query_blocks_visit_what_is_visible_and_mask_what_needs_it(tile_m, tile_n, is_causal):
-    for seqlen_q, seqlen_k in product(LENGTHS, LENGTHS):
-        for key in range(0, seqlen_k, tile_n):
-            check_query_blocks(key, tile_n, seqlen_q, seqlen_k, tile_m, is_causal)
+@pytest.mark.parametrize("tile_m", [1, 2, 3])
+def test_query_blocks_visit_what_is_visible_and_mask_what_needs_it(tile_m, tile_n, kind):
+    for mask, seqlen_q, seqlen_k in small_cases(kind):
+        for key in range(0, seqlen_k if seqlen_q else 0, tile_n):
+            check_query_blocks(key, tile_n, Lengths(seqlen_q, seqlen_k), tile_m, mask)
 
 
-@given(st.data())
-def test_query_blocks_of_random_shapes_with_the_kernels_tiles(data):
-    tile_m, keys = data.draw(st.sampled_from([(64, 64), (64, 128), (96, 64), (96, 128), (128, 64), (128, 128)]))
-    seqlen_q, seqlen_k = data.draw(st.integers(1, 700)), data.draw(st.integers(1, 700))
-    key = keys * data.draw(st.integers(0, (seqlen_k - 1) // keys))
-    is_causal = data.draw(st.booleans())
-    start, full, end = query_blocks(key, keys, seqlen_q, seqlen_k, tile_m, is_causal)
-    last = min(key + keys, seqlen_k) - 1
-    first_of_all = max(0, first_query(key, seqlen_q, seqlen_k, is_causal))  # the first key is seen by most queries
-    first_of_every = max(0, first_query(last, seqlen_q, seqlen_k, is_causal))
-    assert end == math.ceil(seqlen_q / tile_m)
-    assert start == first_of_all // tile_m
-    assert full == min(end, math.ceil(first_of_every / tile_m))
+@KINDS
+def test_tiles_without_rows_or_keys_stay_inside_the_sequence(kind):
+    """A tile past the end, or of an empty sequence, visits blocks that exist, or block 0 alone."""
+    for (mask, seqlen_q, seqlen_k), tile in product(small_cases(kind), (1, 2, 3)):
+        lengths, bounds, shape = Lengths(seqlen_q, seqlen_k), bounds_of(mask), (mask, seqlen_q, seqlen_k, tile)
+        for past in (0, tile, 4 * tile):
+            row, key = (round_up(length, tile) + past for length in lengths)
+            check_order(key_blocks(row, tile, lengths, tile, bounds), ceil_div(seqlen_k, tile), shape)
+            check_order(query_blocks(key, tile, lengths, tile, bounds), ceil_div(seqlen_q, tile), shape)
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_key_blocks_and_query_blocks_agree_on_which_pairs_of_blocks_are_visited(is_causal):
-    """What the query-parallel kernel visits for a block of rows, the key-parallel one visits for the block of keys."""
-    for tile_m, tile_n, seqlen_q, seqlen_k in product((2, 3), (2, 3), LENGTHS, LENGTHS):
-        by_rows = {
-            (m, n)
-            for m in range(ceil_div(seqlen_q, tile_m))
-            for n in range(key_blocks(m * tile_m, tile_m, seqlen_q, seqlen_k, tile_n, is_causal).end)
-        }
-        by_keys = set()
-        for n in range(ceil_div(seqlen_k, tile_n)):
-            blocks = query_blocks(n * tile_n, tile_n, seqlen_q, seqlen_k, tile_m, is_causal)
-            by_keys |= {(m, n) for m in range(blocks.start, blocks.end)}
-        assert by_keys <= by_rows
-        # rows that see no key visit one block all the same
-        blind = {m for m in range(ceil_div(seqlen_q, tile_m)) if not any(m == pair[0] for pair in by_keys)}
-        assert by_rows - by_keys == {(m, 0) for m in blind}
+def test_full_and_causal_mask_nothing_but_the_diagonal_and_the_end():
+    """Full: at most the block in which the keys end. Causal: as many as the diagonal of a tile crosses."""
+    for seqlen_q, seqlen_k, tile_m, tile_n in product((256, 500, 1000), (256, 500, 1000), (64, 128), (64, 80)):
+        for row in range(0, seqlen_q, tile_m):
+            full = key_blocks(row, tile_m, Lengths(seqlen_q, seqlen_k), tile_n, MaskBounds("full"))
+            assert full == Blocks(0, 0, seqlen_k // tile_n, ceil_div(seqlen_k, tile_n))
+            causal = key_blocks(row, tile_m, Lengths(seqlen_q, seqlen_k), tile_n, MaskBounds("causal"))
+            assert causal.inner_start == causal.start == 0
+            assert causal.end - causal.inner_end <= ceil_div(tile_m - 1, tile_n) + 1
+
+
+LONG = st.integers(1, 3000)
+ENDS = st.one_of(st.none(), st.integers(0, 300), st.sampled_from((1024, 4095)))
+ANY_MASK = st.builds(Mask, ENDS, st.one_of(ENDS, st.just(0)), st.one_of(st.just(0), st.integers(1, 700)))
+
+
+@settings(deadline=None)
+@given(
+    tiles=st.sampled_from([(64, 64), (128, 80), (128, 112), (192, 80), (192, 128), (256, 64)]),
+    lengths=st.builds(Lengths, LONG, LONG),
+    mask=ANY_MASK,
+    block=st.integers(0, 100),
+)
+def test_key_blocks_of_random_shapes_with_the_kernels_tiles(tiles, lengths, mask, block):
+    tile_m, tile_n = tiles
+    row = block % ceil_div(lengths.q, tile_m) * tile_m
+    check_key_blocks(row, tile_m, lengths, tile_n, mask)
+
+
+@settings(deadline=None)
+@given(
+    tiles=st.sampled_from([(64, 64), (64, 128), (96, 64), (96, 128), (128, 64), (128, 128)]),
+    lengths=st.builds(Lengths, LONG, LONG),
+    mask=ANY_MASK,
+    block=st.integers(0, 100),
+)
+def test_query_blocks_of_random_shapes_with_the_kernels_tiles(tiles, lengths, mask, block):
+    tile_m, tile_n = tiles
+    key = block % ceil_div(lengths.k, tile_n) * tile_n
+    check_query_blocks(key, tile_n, lengths, tile_m, mask)
+
+
+class Int32(int):
+    """A run-time integer of a kernel: it says so when a value leaves 32 bits."""
+
+    def _checked(self, other, operation):
+        value = operation(int(self), int(other))
+        assert -(2**31) <= value < 2**31, f"{int(self)} and {int(other)} gave {value}"
+        return Int32(value)
+
+    def __add__(self, other):
+        return self._checked(other, lambda a, b: a + b)
+
+    def __sub__(self, other):
+        return self._checked(other, lambda a, b: a - b)
+
+    def __mul__(self, other):
+        return self._checked(other, lambda a, b: a * b)
+
+    def __floordiv__(self, other):
+        return self._checked(other, lambda a, b: a // b)
+
+    def __rsub__(self, other):
+        return self._checked(other, lambda a, b: b - a)
+
+    __radd__, __rmul__ = __add__, __mul__
+
+
+@given(
+    q=st.integers(0, UNBOUNDED - 1),
+    k=st.integers(0, UNBOUNDED - 1),
+    left=st.one_of(st.none(), st.integers(0, UNBOUNDED)),
+    right=st.one_of(st.none(), st.integers(0, UNBOUNDED)),
+    chunk=st.integers(0, UNBOUNDED),
+    block=st.integers(0, UNBOUNDED),
+)
+def test_no_value_leaves_32_bits_for_sequences_shorter_than_unbounded(q, k, left, right, chunk, block):
+    mask = Mask(left, right, chunk).simplified(q, k)
+    bounds = MaskBounds(mask.kind, *(Int32(value) for value in bounds_of(mask)[1:]))
+    lengths = Lengths(Int32(q), Int32(k))
+    for blocks, length, visited in ((key_blocks, q, k), (query_blocks, k, q)):
+        place = Int32(block % max(ceil_div(length, 128), 1) * 128)
+        check_order(blocks(place, 128, lengths, 128, bounds), ceil_div(visited, 128), mask)
 
 
 def test_every_tile_is_handed_out_once_whatever_the_section():

@@ -15,16 +15,21 @@ from flash_hopper.plan.budget import (
     forward_smem_bytes,
 )
 from flash_hopper.plan.forward import HDIM_STEP, ForwardPlan, plan_forward
-from flash_hopper.plan.roles import REGISTER_FILE, REGISTERS, WARPGROUP, Roles, forward_pipelines, roles_of
-from flash_hopper.plan.tables.forward import ROWS, Tile, choose_tile
+from flash_hopper.plan.roles import REGISTER_FILE, REGISTERS, TILE_SLOTS, WARPGROUP, Roles, forward_pipelines, roles_of
+from flash_hopper.plan.tables.forward import CHUNK_MAX_M, ROWS, WINDOW_TO, Tile, choose_row, choose_tile
 from flash_hopper.problem.attention import AttentionOptions, AttentionProblem, attention_problem
 from flash_hopper.problem.dtypes import KERNEL_DTYPES, DType
 from flash_hopper.problem.errors import CompileError
 from flash_hopper.problem.features import Feature
+from flash_hopper.problem.mask import Mask
+from flash_hopper.problem.ragged import Ragged
 from flash_hopper.problem.tensor import TensorSpec
 
 HEAD_DIMS = range(8, 257, 8)
+PADDED_DIMS = range(HDIM_STEP, 257, HDIM_STEP)
 LENGTHS = (1, 64, 128, 129, 192, 1024, 16_384)
+LONG = 32_768  # longer than every window and chunk below
+KINDS = ("full", "causal", "local", "chunk")
 
 
 def problem(d, dv, *, seqlen_q=1024, seqlen_k=1024, dtype=DType.BF16, **options) -> AttentionProblem:
@@ -35,12 +40,34 @@ def problem(d, dv, *, seqlen_q=1024, seqlen_k=1024, dtype=DType.BF16, **options)
     return attention_problem(q, k, v, AttentionOptions(**options), dtypes=KERNEL_DTYPES)
 
 
+def masked(kind: str, length: int) -> Mask:
+    """A mask of this kind that reaches over so many keys where it has a reach."""
+    masks = {
+        "full": Mask(),
+        "causal": Mask(right=0),
+        "local": Mask(length - 1, 0),
+        "chunk": Mask(right=0, chunk=length),
+    }
+    assert masks[kind].kind == kind
+    return masks[kind]
+
+
+def with_mask(d: int, dv: int, kind: str, length: int, is_ragged: bool = False) -> AttentionProblem:
+    """Of sequences of this length, or of long ones with windows or chunks of this length."""
+    seqlen = LONG if kind in ("local", "chunk") else length
+    ragged = Ragged(True, True, False, False, seqlen, seqlen, seqlen, seqlen) if is_ragged else None
+    base = problem(d, dv, seqlen_q=seqlen, seqlen_k=seqlen)
+    return dataclasses.replace(base, mask=masked(kind, length), ragged=ragged)
+
+
 def every_plan() -> set[ForwardPlan]:
-    """One plan for each choice that the head dims, the mask and the length lead to."""
-    return {
+    """One plan for each choice that the head dims, the mask, the layout and the length lead to."""
+    dense = {
         plan_forward(problem(d, dv, seqlen_q=seqlen, causal=causal))
         for d, dv, causal, seqlen in product(HEAD_DIMS, HEAD_DIMS, (False, True), LENGTHS)
     }
+    cells = product(PADDED_DIMS, PADDED_DIMS, KINDS, (*LENGTHS, WINDOW_TO), (False, True))
+    return dense | {plan_forward(with_mask(*cell)) for cell in cells}
 
 
 @pytest.fixture(scope="module")
@@ -117,30 +144,126 @@ def test_sizes_that_are_run_time_values_do_not_change_the_plan(data):
 
 
 def test_lengths_choose_among_few_tiles():
-    for d, causal in product(HEAD_DIMS, (False, True)):
-        assert len({plan_forward(problem(d, d, seqlen_q=n, causal=causal)) for n in range(1, 2000)}) <= 2
+    for d, kind, is_ragged in product(PADDED_DIMS, KINDS, (False, True)):
+        lengths = (*range(2, 1200, 7), *range(1900, 5000, 61))
+        assert len({plan_forward(with_mask(d, d, kind, n, is_ragged)) for n in lengths}) <= (
+            3 if kind == "local" else 2
+        )
+
+
+def test_plans_of_every_mask_and_layout_are_there_and_say_so_in_their_names(plans):
+    assert {(plan.mask, plan.is_ragged) for plan in plans} == set(product(KINDS, (False, True)))
+    for plan in plans:
+        assert plan.mask in plan.name.split("_"), plan
+        assert plan.is_ragged == ("ragged" in plan.name.split("_")), plan
+
+
+def test_only_the_full_mask_of_a_dense_batch_gives_tiles_of_equal_cost(plans):
+    for plan in plans:
+        assert (plan.scheduler == "static") == (plan.mask == "full" and not plan.is_ragged), plan
+
+
+def test_bounds_that_cut_nothing_and_hidden_ones_give_the_plan_of_the_plainer_mask():
+    for length, is_ragged in product((1, 2, 100, 1024), (False, True)):
+        base = with_mask(128, 128, "full", length, is_ragged)
+        for asked, plainer in (
+            (Mask(length - 1, length - 1), Mask()),
+            (Mask(length - 1, 0), Mask(right=0)),
+            (Mask(right=0, chunk=length), Mask(right=0)),
+            (Mask(length, None, 0), Mask()),
+        ):
+            plans = [plan_forward(dataclasses.replace(base, mask=mask)) for mask in (asked, plainer)]
+            assert plans[0] == plans[1], (asked, length)
+
+
+@given(
+    d=st.sampled_from(PADDED_DIMS),
+    kind=st.sampled_from(KINDS),
+    packed=st.tuples(*[st.booleans()] * 4),
+    batches=st.tuples(*[st.integers(1, 3000)] * 2),
+    rows=st.integers(1, 1 << 24),
+    hint=st.integers(1, 20_000),
+)
+def test_how_a_ragged_batch_lies_in_memory_does_not_change_the_plan(d, kind, packed, batches, rows, hint):
+    base = with_mask(d, d, kind, 512, is_ragged=True)
+    layouts = (True, True, False, False), packed
+    first, second = (
+        plan_forward(dataclasses.replace(base, batch=batch, ragged=Ragged(*layout, rows, rows, hint, other_hint)))
+        for batch, layout, other_hint in zip(batches, layouts, (hint, None), strict=True)
+    )
+    assert first == second
+
+
+def test_the_tile_of_a_ragged_batch_is_that_of_the_hint_in_powers_of_two_or_of_the_mean_length():
+    for d, kind, length in product((64, 96, 128, 256), ("full", "causal"), (1, 100, 129, 1024, 1025, 5000)):
+        base = with_mask(d, d, kind, LONG)
+        hinted = Ragged(True, True, False, False, LONG, LONG, length, None)
+        unhinted = Ragged(True, True, False, False, 7 * length - 6, 7 * length - 6, None, None)
+        for batch, ragged, counted in ((3, hinted, 1 << (length - 1).bit_length()), (7, unhinted, length)):
+            plan = plan_forward(dataclasses.replace(base, batch=batch, ragged=ragged))
+            tile = choose_tile(d, d, kind, counted)
+            assert (plan.tile_m, plan.tile_n) == (tile.m, tile.n), (d, kind, length)
+    nothing = Ragged(True, True, False, False, 0, 0, None, None)
+    for ragged in (nothing, dataclasses.replace(nothing, max_seqlen_q=0)):
+        assert plan_forward(dataclasses.replace(with_mask(64, 64, "full", 1), batch=0, ragged=ragged)).is_ragged
+
+
+def test_windows_take_the_tile_for_windows_up_to_its_limit_whichever_end_reaches():
+    for row in ROWS:
+        for left, right in ((0, 0), (WINDOW_TO - 1, 0), (WINDOW_TO // 2, WINDOW_TO // 2 - 1), (127, None)):
+            base = problem(row.hdim, row.hdimv, seqlen_q=LONG, seqlen_k=LONG)
+            plan = plan_forward(dataclasses.replace(base, mask=Mask(left, right)))
+            tile = row.window or row.short or row.tile
+            assert (plan.tile_m, plan.tile_n, plan.has_pingpong) == (tile.m, tile.n, tile.has_pingpong), (
+                row,
+                left,
+                right,
+            )
+        if row.window is not None:
+            assert choose_tile(row.hdim, row.hdimv, "local", WINDOW_TO + 1) != row.window
+
+
+def test_deep_tiles_have_more_stages_of_keys_than_others_and_two_of_queries(plans):
+    deep = [plan for plan in plans if plan.o_aliases_q and plan.q_stages == 2]
+    assert deep
+    for plan in deep:
+        assert plan.kv_stages > 2, plan
+        usual = choose_buffers(Tile(plan.tile_m, plan.tile_n), plan.tile_hdim, plan.tile_hdimv, plan.dtype.itemsize)
+        assert plan.kv_stages > usual.kv_stages, plan
+    for row in ROWS:
+        assert all(tile is None or not tile.is_deep for tile in (row.tile, row.short)), row
+
+
+def test_chunks_have_the_registers_that_their_bounds_need(plans):
+    for plan in plans:
+        assert plan.mask != "chunk" or plan.tile_m <= CHUNK_MAX_M, plan
 
 
 def test_flags_that_the_kernel_is_compiled_for_are_in_the_plan():
     base = problem(128, 128)
     assert not plan_forward(base).has_lse
     assert plan_forward(problem(128, 128, return_lse=True)).has_lse
-    assert plan_forward(problem(128, 128, causal=True)).is_causal
+    assert plan_forward(problem(128, 128, causal=True)).mask == "causal"
+    assert plan_forward(problem(128, 128, window_size=(5, 0))).mask == "local"
+    assert plan_forward(problem(128, 128, attention_chunk=64)).mask == "chunk"
     assert plan_forward(problem(128, 128, softmax_scale=-1.0)).negates_scores
     assert Feature.NEGATIVE_SCALE not in problem(128, 128, softmax_scale=0.0).features
     assert plan_forward(problem(128, 128, dtype=DType.FP16)).dtype is DType.FP16
 
 
-def test_pipelines_count_one_arrival_a_consumer_warp_and_whole_stages(plans):
+def test_pipelines_count_one_arrival_a_warp_that_reads_and_whole_stages(plans):
     for plan in plans:
         pipelines, size = forward_pipelines(plan), plan.dtype.itemsize
         assert set(pipelines) == {"q", "k", "v", "tile"}
         assert pipelines["q"].tx_bytes == plan.tile_m * plan.tile_hdim * size
         assert pipelines["k"].tx_bytes == plan.tile_n * plan.tile_hdim * size
         assert pipelines["v"].tx_bytes == plan.tile_n * plan.tile_hdimv * size
-        for spec in pipelines.values():
-            assert spec.consumer_arrivals == 4 * plan.consumer_warpgroups, plan
-            assert spec.stages >= 1
+        assert pipelines["q"].stages == plan.q_stages
+        assert pipelines["k"].stages == pipelines["v"].stages == plan.kv_stages
+        assert (pipelines["tile"].stages, pipelines["tile"].tx_bytes) == (TILE_SLOTS, 0)
+        for name, spec in pipelines.items():
+            # tiles are read by the producer as well
+            assert spec.consumer_arrivals == 4 * plan.consumer_warpgroups + (name == "tile"), plan
 
 
 def test_a_tile_that_cannot_fit_is_refused_with_the_arithmetic():
@@ -166,11 +289,17 @@ def test_rows_of_the_table_are_in_order_say_why_and_end_with_the_largest_head_di
 
 
 def test_the_short_tile_is_taken_only_where_it_pads_fewer_rows_or_the_diagonal_weighs_more():
-    for row, causal in product(ROWS, (False, True)):
+    for row, kind in product(ROWS, KINDS):
         for seqlen in range(1, 6000):
-            tile = choose_tile(row.hdim, row.hdimv, causal, seqlen)
-            assert tile in (row.tile, row.short)
-            if causal and row.short is not None and seqlen <= row.causal_short_to:
+            tile = choose_tile(row.hdim, row.hdimv, kind, seqlen)
+            assert choose_row(row.hdim, row.hdimv) is row
+            is_windowed = kind == "local" and row.window is not None and seqlen <= WINDOW_TO
+            assert tile in ((row.window,) if is_windowed else (row.tile, row.short))
+            if is_windowed or row.short is None:
+                continue
+            if kind == "chunk" and row.short.m > CHUNK_MAX_M:
+                assert tile == row.tile
+            elif kind != "full" and seqlen <= row.causal_short_to:
                 assert tile == row.short
             elif tile == row.short:
                 assert -(-seqlen // row.short.m) * row.short.m < -(-seqlen // row.tile.m) * row.tile.m

@@ -7,6 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flash_hopper.geometry.blocks import key_blocks
+from flash_hopper.geometry.masks import UNBOUNDED, Lengths, MaskBounds
 from flash_hopper.plan.backward import (
     DQ_PIECE,
     STATISTICS_ROWS,
@@ -30,15 +32,21 @@ from flash_hopper.plan.roles import (
 from flash_hopper.plan.tables.backward import DKDV_ROWS, DQ_ROWS, FUSED_ROWS
 from flash_hopper.problem.attention import MAX_HEAD_DIM, AttentionOptions, AttentionProblem, attention_problem
 from flash_hopper.problem.dtypes import KERNEL_DTYPES, DType
+from flash_hopper.problem.ragged import Ragged
 from flash_hopper.problem.tensor import TensorSpec
 
 HEAD_DIMS = range(8, 257, 8)
 BOTH = (False, True)
+PLAIN = ({}, {"causal": True})
+WINDOWED = ({"window_size": (200, 100)}, {"window_size": (None, 100)}, {"causal": True, "attention_chunk": 256})
+ROW_DIMS = (64, 128, 192, 256)
+RAGGED = Ragged(True, True, False, False, 2048, 2048, None, None)
 REQUESTS = [
     BackwardRequest(needs_dq, needs_dkdv, has_dlse, is_deterministic)
     for needs_dq, needs_dkdv, has_dlse, is_deterministic in product(BOTH, BOTH, BOTH, BOTH)
     if needs_dq or needs_dkdv
 ]
+REQUESTS += [dataclasses.replace(request, accumulates=True) for request in REQUESTS if not request.has_dlse]
 FUSED_UP_TO = FUSED_ROWS[-1][0]
 
 
@@ -59,10 +67,14 @@ def kernels_of(plans: BackwardPlans) -> list:
 
 @pytest.fixture(scope="module")
 def every() -> list[tuple[AttentionProblem, BackwardRequest, BackwardPlans]]:
-    """Every pair of head dims with both masks, equal and grouped heads, and everything that may be asked."""
+    """Every pair of head dims, full and causal, some of them with windows and chunks and ragged, equal and grouped heads,
+    and everything that may be asked."""
     found = []
-    for d, dv, causal, heads_k in product(HEAD_DIMS, HEAD_DIMS, BOTH, (4, 2)):
-        asked = problem(d, dv, causal=causal, heads_k=heads_k)
+    calls = [*product(HEAD_DIMS, HEAD_DIMS, PLAIN, (4, 2), (None,))]
+    calls += product(ROW_DIMS, ROW_DIMS, WINDOWED, (4, 2), (None, RAGGED))
+    calls += product(ROW_DIMS, ROW_DIMS, PLAIN, (4, 2), (RAGGED,))
+    for d, dv, mask, heads_k, ragged in calls:
+        asked = dataclasses.replace(problem(d, dv, heads_k=heads_k, **mask), ragged=ragged)
         found += [(asked, request, plan_backward(asked, request)) for request in REQUESTS]
     return found
 
@@ -125,16 +137,30 @@ def test_dk_and_dv_of_grouped_heads_are_converted_if_they_are_added_up(every):
             assert plans.postprocess_dv.tile_hdim == plans.dkdv.tile_hdimv
 
 
+def test_gradients_that_a_caller_sums_up_are_added_by_whatever_finishes_them(every):
+    for _, request, plans in every:
+        if plans.dq is not None:
+            assert plans.dq.accumulates == request.accumulates
+        if plans.dkdv is not None:
+            assert plans.dkdv.accumulates == (request.accumulates and not plans.dkdv.adds_dkdv)
+        for plan in (plans.postprocess, plans.postprocess_dk, plans.postprocess_dv):
+            assert plan is None or plan.accumulates == request.accumulates
+
+
 def test_kernels_of_a_call_agree_on_dtype_mask_and_head_dims(every):
     for asked, _, plans in every:
         for plan in kernels_of(plans):
             assert plan.dtype is asked.dtype
         for plan in (plans.dkdv, plans.dq):
             if plan is not None:
-                assert plan.is_causal == asked.causal
-                assert plan.scheduler == ("dynamic" if asked.causal else "static")
+                assert plan.mask == asked.mask.kind
+                assert plan.is_ragged == (asked.ragged is not None)
+                assert plan.scheduler == ("static" if plan.mask == "full" and not plan.is_ragged else "dynamic")
                 assert asked.head_dim <= plan.tile_hdim
                 assert asked.head_dim_v <= plan.tile_hdimv
+        assert plans.preprocess.is_ragged == (asked.ragged is not None)
+        for plan, side in ((plans.postprocess, "q"), (plans.postprocess_dk, "k"), (plans.postprocess_dv, "k")):
+            assert plan is None or plan.ragged_side == ("" if asked.ragged is None else side)
 
 
 def test_padding_stays_below_one_step_unless_dq_is_added_up_in_pieces(every):
@@ -213,7 +239,9 @@ def test_pipelines_count_one_arrival_a_consumer_warp_and_whole_stages(kernels):
         assert specs["k"].tx_bytes == plan.tile_n * plan.tile_hdim * size
         assert specs["v"].tx_bytes == plan.tile_n * plan.tile_hdimv * size
         assert (specs["k"].stages, specs["v"].stages) == (plan.k_stages, plan.v_stages)
-        assert {spec.consumer_arrivals for spec in specs.values()} == {4 * plan.consumer_warpgroups}
+        for spec in specs.values():
+            producer = spec.name == "tile"  # which reads what the scheduler warp posts
+            assert spec.consumer_arrivals == 4 * plan.consumer_warpgroups + producer, (plan, spec)
 
 
 def test_names_are_unique_identifiers(kernels):
@@ -239,11 +267,26 @@ def test_sizes_that_are_run_time_values_do_not_change_the_plans(data):
         batch=batch,
         heads=factor * asked.heads,
         heads_k=factor * asked.heads_k,
-        seqlen_q=data.draw(st.integers(1, 20_000)),
+        seqlen_q=data.draw(st.integers(2, 20_000)),  # of one query causal leaves nothing out
         seqlen_k=data.draw(st.integers(1, 20_000)),
         softmax_scale=data.draw(st.floats(-10, 10)),
     )
     assert plan_backward(asked, request) == plan_backward(other, request)
+
+
+@given(st.data())
+def test_what_a_warpgroup_visits_lies_within_what_its_tile_loads_and_skips_count_blocks(data):
+    """The query-parallel kernel loads the tile's key blocks; a warpgroup skips those before its own and those after."""
+    lengths = Lengths(data.draw(st.integers(1, 700)), data.draw(st.integers(0, 700)))
+    kind = data.draw(st.sampled_from(["full", "causal", "local", "chunk"]))
+    bound = st.integers(0, 300) | st.just(UNBOUNDED)
+    mask = MaskBounds(kind, data.draw(bound), data.draw(bound), data.draw(st.integers(1, 300)))
+    tile = data.draw(st.sampled_from([tile for *_, full, masked in DQ_ROWS for tile in (full, masked)]))
+    for row in range(0, lengths.q, tile.m):
+        whole = key_blocks(row, tile.m, lengths, tile.n, mask)
+        for first in range(row, row + tile.m, 64):
+            own = key_blocks(first, 64, lengths, tile.n, mask)
+            assert whole.start <= own.start < own.end <= whole.end
 
 
 def test_rows_of_the_tables_are_in_order_and_end_with_the_largest_head_dims():
@@ -252,3 +295,15 @@ def test_rows_of_the_tables_are_in_order_and_end_with_the_largest_head_dims():
     for rows in (DQ_ROWS, DKDV_ROWS, FUSED_ROWS):
         areas = [row[0] * row[1] for row in rows]
         assert areas == sorted(areas)
+
+
+def test_padded_sequences_start_on_tiles_of_every_kernel_that_looks_them_up(every):
+    """Statistics and accumulators of a ragged batch: a block of the key-parallel kernel, of the preprocess and of the
+    postprocess lies in one sequence, and a pass of the preprocess meets at most one start."""
+    for _, _, plans in every:
+        multiple = STATISTICS_ROWS if plans.dkdv is None else plans.dkdv.tile_m
+        assert WARPGROUP // plans.preprocess.threads_per_row <= multiple
+        if plans.postprocess is not None:
+            assert multiple % plans.postprocess.tile_m == 0
+        for plan in (plans.postprocess_dk, plans.postprocess_dv):
+            assert plan is None or plans.dkdv.tile_n % plan.tile_m == 0

@@ -114,6 +114,7 @@ def bad_options():
     for pair, side in (((-2, 0), "left"), ((0, -7), "right")):
         yield Bad({"window_size": pair}, ArgumentError, (f"window_size {side}", "at least -1"))
     yield Bad({"window_size": (1.5, 0)}, DTypeError, ("window_size left", "int", "float"))
+    yield Bad({"window_size": (0, True)}, DTypeError, ("window_size right", "int", "bool"))
 
 
 @pytest.mark.parametrize("kind", [bad_shapes, bad_heads, bad_layouts, bad_options])

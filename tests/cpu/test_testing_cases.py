@@ -1,5 +1,7 @@
 """Cases: text and back, and layouts that sizes do not allow."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,7 +9,10 @@ from hypothesis import strategies as st
 from flash_hopper.problem.dtypes import DType
 from flash_hopper.problem.errors import ArgumentError
 from flash_hopper.problem.features import Feature
-from flash_hopper.testing.cases import DLSES, DOUTS, LAYOUTS, VALUES, Case, case_of
+from flash_hopper.problem.mask import Mask
+from flash_hopper.testing.cases import DLSES, DOUTS, HINTS, LAYOUTS, VALUES, Case, case_of
+from flash_hopper.testing.lengths import WORDS as WORDS_OF_LENGTHS
+from flash_hopper.testing.lengths import Side
 
 SIZE = st.integers(0, 2**40)
 GENERAL_LAYOUTS = sorted(set(LAYOUTS) - {"packed", "size1"})
@@ -30,6 +35,9 @@ FIELDS = st.fixed_dictionaries(
         "values": st.sampled_from(sorted(VALUES)),
         "deterministic": st.booleans(),
         "seed": st.integers(0, 2**62),
+        "left": st.none() | st.integers(-1, 2**40),
+        "right": st.none() | st.integers(-1, 2**40),
+        "chunk": st.integers(0, 2**40),
     }
 )
 FORWARD = st.builds(
@@ -52,7 +60,34 @@ BACKWARD = st.builds(
     dlse=st.sampled_from(sorted(DLSES)),
     grads=some_of("qkv"),
 )
-CASES = FORWARD | BACKWARD
+WORDS = sorted(set(WORDS_OF_LENGTHS) - {"same"})
+RAGGED = st.builds(
+    lambda case, sides, words, slack, hint, longest: replace(
+        case,
+        packed=sides[0],
+        used=sides[1],
+        lengths_q=words[0],
+        lengths_k=words[1],
+        batch=case.batch % 40,
+        seqlen_q=longest,
+        seqlen_k=longest,
+        slack=slack,
+        hint=hint,
+        layout="bshd",
+        dout="bshd",
+        dlse=case.dlse if case.dlse != "none" or not case.is_backward else "bhs",
+    ),
+    FORWARD | BACKWARD,
+    st.sampled_from([("qk", "none"), ("qk", "qk"), ("q", "k"), ("k", "q"), ("none", "qk"), ("qk", "k")]),
+    st.tuples(
+        st.builds(lambda word, seed: f"{word}{seed}", st.sampled_from(WORDS), st.just("") | st.integers(0, 99)),
+        st.sampled_from([*WORDS, "same"]),
+    ),
+    st.integers(0, 9),
+    st.sampled_from(sorted(HINTS)),
+    st.integers(0, 300),
+)
+CASES = FORWARD | BACKWARD | RAGGED.filter(lambda case: case.return_lse)
 CASE = Case(DType.BF16, 2, 4, 2, 10, 20, 64, 64)
 BACK = f"{CASE},dir=backward,out=0"
 
@@ -90,6 +125,8 @@ def test_text_shows_all_sizes_and_what_is_unusual():
         (f"{CASE},causal=yes", "causal='yes'"),
         (f"{CASE},scale=big", "scale='big'"),
         (f"{CASE},seed=1.5", "seed='1.5'"),
+        (f"{CASE},left=few", "left='few'"),
+        (f"{CASE},chunk=none", "chunk='none'"),
         (f"{CASE},layout=diagonal", "layout"),
         (f"{CASE},values=nice", "values"),
         (f"{CASE},of=x", "strided"),
@@ -132,6 +169,25 @@ def test_a_layout_that_the_sizes_do_not_allow_is_refused(text):
         (f"{CASE},dir=backward", "give_out"),
         (f"{BACK},lse=0,dlse=bhs", "return_lse"),
         (f"{BACK},do=none", "one of dout and dlse"),
+        (f"{CASE},into=zeros", "direction backward"),
+        (f"{BACK},into=zeros,do=none,dlse=bhs", "needs dout"),
+        (f"{BACK},into=holes,lse=0", "needs dout and return_lse"),
+        (f"{BACK},into=somewhere", "into must be one of"),
+        (f"{CASE},lq=random", "ragged call"),
+        (f"{CASE},slack=3", "ragged call"),
+        (f"{CASE},max=none", "ragged call"),
+        (f"{CASE},pack=q,lk=random", "k is a padded batch without used lengths"),
+        (f"{CASE},used=k,lq=zipf", "q is a padded batch without used lengths"),
+        (f"{CASE},pack=qk,lk=same", "equal longest lengths"),
+        (f"{CASE},pack=qk,lq=often", "lengths must be"),
+        (f"{CASE},pack=qk,lq=3", "2 numbers of at most 10"),
+        (f"{CASE},pack=qk,lq=3.11", "2 numbers of at most 10"),
+        (f"{CASE},pack=qk,lq=3.x", "numbers with dots"),
+        (f"{CASE},pack=qk,slack=-1", "slack"),
+        (f"{CASE},pack=qk,layout=expand_batch", "expand_batch"),
+        (f"{CASE},pack=kq", "packed must be one of"),
+        (f"{CASE},used=kq", "used must be one of"),
+        (f"{CASE},pack=qk,max=soon", "hint must be one of"),
     ],
 )
 def test_a_combination_that_makes_no_sense_is_refused(text, named):
@@ -155,3 +211,24 @@ def test_the_problem_of_a_case_is_checked_like_a_call():
         Case.parse(str(CASE).replace("dv=64", "dv=65")).problem()
     with pytest.raises(ArgumentError, match="heads"):
         Case.parse(str(CASE).replace("hk=2", "hk=3")).problem()
+
+
+def test_a_case_says_its_mask_and_where_its_sequences_lie():
+    assert Case.parse(f"{CASE},left=-1,right=4,chunk=9").mask == Mask(None, 4, 9)
+    assert Case.parse(f"{CASE},left=3,right=4,causal=1").mask == Mask(3, 0)
+    ragged = Case.parse(str(CASE).replace("b=2", "b=3") + ",pack=q,used=qk,lq=3.0.10,lk=20.0.1,slack=2")
+    assert ragged.side("q") == Side((3, 0, 10), (0, 3, 4, 16), 18)
+    assert ragged.side("k") == Side((20, 0, 1), None, 20)
+    assert ragged.side("q").starts == ((0, 0), (0, 3), (0, 4))
+    assert ragged.side("k").starts == ((0, 0), (1, 0), (2, 0))
+    assert (ragged.shape("q"), ragged.shape("o")) == ((18, 4, 64), (18, 4, 64))
+    assert ragged.shape("v") == (3, 20, 2, 64)
+    assert ragged.lse_shape == (4, 18)
+    assert ragged.length_tensors() == {
+        "cu_seqlens_q": (0, 3, 4, 16), "seqused_q": (3, 0, 10), "seqused_k": (20, 0, 1)
+    }  # fmt: skip
+    problem = ragged.problem()
+    assert problem.ragged.max_seqlen_q == 10
+    assert {Feature.VARLEN, Feature.SEQUSED} <= problem.features
+    assert replace(ragged, hint="none").problem().ragged.max_seqlen_q is None
+    assert replace(ragged, hint="loose").problem().ragged.max_seqlen_q == 25

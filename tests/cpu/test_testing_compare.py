@@ -7,13 +7,25 @@ import pytest
 import torch
 
 from flash_hopper.problem.dtypes import DType
+from flash_hopper.problem.mask import Mask
 from flash_hopper.reference import naive, tiled
 from flash_hopper.testing.cases import VALUES, Case
 from flash_hopper.testing.compare import compare, expect, plain_attention
 from flash_hopper.testing.inputs import make_inputs
+from flash_hopper.testing.pieces import FULL, Batch, by_head
 
 DTYPES = [DType.BF16, DType.FP16]
 BASE = Case(DType.BF16, 2, 4, 2, 150, 220, 64, 48, causal=True)
+
+
+def plain(q, k, v, softmax_scale, mask=FULL):
+    """`plain_attention` of a batch as one piece."""
+    batch = Batch(q, k, v, softmax_scale, mask)
+    out = torch.zeros(*q.shape[:3], v.shape[3], dtype=q.dtype)
+    for piece in batch.pieces(1 << 30):
+        given = batch.cut(piece)
+        out[piece.of("dq")] = by_head(plain_attention(given, softmax_scale), given.shape)
+    return out
 
 
 class Checked:
@@ -22,7 +34,7 @@ class Checked:
     def __init__(self, case):
         inputs = make_inputs(case)
         self.case, self.q, self.k, self.v = case, inputs.q, inputs.k, inputs.v
-        self.options = {"softmax_scale": case.problem().softmax_scale, "causal": case.causal}
+        self.options = {"softmax_scale": case.problem().softmax_scale, "mask": case.mask}
         self.expected = expect(self.q, self.k, self.v, **self.options)
         self.out, self.lse = tiled.attention(self.q, self.k, self.v, **self.options)
 
@@ -128,8 +140,8 @@ def test_a_key_too_many_or_too_few_is_found(checked):
     # a key of zeros moves out by 1 in 360, less than bf16 rounds: the LSE tells
     full.assert_found(*full.wrong(**later), in_out=full.case.dtype == DType.FP16)
     full.assert_found(*full.wrong(k=k[:, :-1], v=v[:, :-1]))
-    full.assert_found(*full.wrong(causal=True))
-    checked.assert_found(*checked.wrong(causal=False))
+    full.assert_found(*full.wrong(mask=Mask(right=0)))
+    checked.assert_found(*checked.wrong(mask=Mask()))
 
 
 def test_a_key_block_left_out_or_seen_twice_is_found_in_long_sequences():
@@ -187,7 +199,7 @@ def test_a_row_that_pytorch_gets_wrong_does_not_excuse_the_others():
     """fp16 scores beyond 65504 make plain PyTorch NaN: the allowance stays finite and narrow."""
     case = Case(DType.FP16, 1, 2, 2, 40, 60, 64, 64, scale=20.0, values="large")
     one = Checked(case)
-    assert plain_attention(one.q, one.k, one.v, **one.options).isnan().any()
+    assert plain(one.q, one.k, one.v, **one.options).isnan().any()
     assert one.compare_out(one.out).passed
     assert torch.isfinite(one.expected.out_allowed).all()
     assert not one.compare_out(one.out.roll(1, dims=1)).passed
@@ -212,7 +224,7 @@ def test_nan_and_infinite_inputs_must_show_where_float64_shows_them():
     inputs = make_inputs(case)
     inputs.q[0, 2, 1] = math.nan
     inputs.v[0, 4, 0, 3] = math.inf
-    options = {"softmax_scale": 0.25, "causal": False}
+    options = {"softmax_scale": 0.25}
     expected = expect(inputs.q, inputs.k, inputs.v, **options)
     out, _ = naive.attention(inputs.q, inputs.k, inputs.v, **options)
     assert out[0, 2, 1].isnan().all()
@@ -226,17 +238,23 @@ def test_nan_and_infinite_inputs_must_show_where_float64_shows_them():
 @pytest.mark.parametrize("lengths", [(5, 9), (9, 5), (7, 0), (0, 7), (1, 1)])
 def test_plain_attention_is_attention(causal, lengths):
     q, k, v = torch.randn(2, lengths[0], 6, 8), torch.randn(2, lengths[1], 3, 8), torch.randn(2, lengths[1], 3, 5)
-    want, _ = naive.attention(q, k, v, softmax_scale=0.4, causal=causal)
-    got = plain_attention(q, k, v, softmax_scale=0.4, causal=causal)
+    options = {"softmax_scale": 0.4, "mask": Mask(right=0 if causal else None)}
+    want, _ = naive.attention(q, k, v, **options)
+    got = plain(q, k, v, **options)
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-6)
 
 
-def test_plain_attention_in_pieces_is_the_same(monkeypatch):
+def test_what_is_expected_in_pieces_is_the_same(monkeypatch):
     q, k, v = torch.randn(2, 11, 6, 8), torch.randn(2, 13, 3, 8), torch.randn(2, 13, 3, 5)
-    whole = plain_attention(q, k, v, softmax_scale=0.4, causal=True)
-    for budget in (1, 30, 400):
-        monkeypatch.setattr("flash_hopper.testing.compare._PLAIN_SCORES", {"cpu": budget})
-        torch.testing.assert_close(plain_attention(q, k, v, softmax_scale=0.4, causal=True), whole)
+    for mask in (Mask(), Mask(right=0), Mask(4, 2), Mask(left=3), Mask(chunk=5), Mask(2, 0, 4)):
+        whole = expect(q, k, v, softmax_scale=0.4, mask=mask)
+        for budget in (1, 30, 400):
+            monkeypatch.setattr("flash_hopper.testing.compare._SCORES", {"cpu": budget})
+            parts = expect(q, k, v, softmax_scale=0.4, mask=mask)
+            torch.testing.assert_close(parts.out, whole.out)
+            torch.testing.assert_close(parts.lse, whole.lse)
+            torch.testing.assert_close(parts.lse_allowed, whole.lse_allowed)
+        monkeypatch.undo()
 
 
 def test_nothing_to_compare_passes():

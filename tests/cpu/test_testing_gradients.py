@@ -13,6 +13,7 @@ from flash_hopper.testing.cases import VALUES, Case
 from flash_hopper.testing.compare import compare
 from flash_hopper.testing.gradients import expect_gradients
 from flash_hopper.testing.inputs import make_inputs
+from flash_hopper.testing.pieces import Batch
 
 DTYPES = [DType.BF16, DType.FP16]
 NAMES = ("dq", "dk", "dv")
@@ -26,7 +27,7 @@ class Checked:
 
     def __init__(self, case):
         self.case, self.inputs = case, make_inputs(case)
-        self.options = {"softmax_scale": case.problem().softmax_scale, "causal": case.causal}
+        self.options = {"softmax_scale": case.problem().softmax_scale, "mask": case.mask}
         self.leaves = [x.detach().requires_grad_() for x in (self.inputs.q, self.inputs.k, self.inputs.v)]
         out, lse = tiled.attention(*self.leaves, **self.options)
         self.out = out.detach()
@@ -335,9 +336,9 @@ def test_what_pytorch_gets_wrong_is_not_excused():
     """Logits of 120 are wrong by 0.5 in bf16, probabilities by half: PyTorch's own gradients do not pass."""
     one = checked_of("extreme")
     i = one.inputs
-    problem = gradients._Problem(i.q, i.k, i.v, **one.options)
-    (piece,) = problem.pieces()
-    plain = gradients._plain_gradients(problem.cut(piece, one.out, i.dout, i.dlse), problem)
+    batch = Batch(i.q, i.k, i.v, **one.options)
+    (piece,) = batch.pieces(1 << 30)
+    plain = gradients._plain_gradients(gradients._cut(batch, piece, one.out, i.dout, i.dlse))
     heads = {"dq": 4, "dk": 2, "dv": 2}
     got = {name: x.view(3, heads[name], -1, x.shape[2]).transpose(1, 2) for name, x in plain.items()}
     assert one.failing(got) == set(NAMES)
@@ -442,10 +443,10 @@ def test_plain_gradients_are_gradients(causal, lengths, monkeypatch):
     """In float64 they are those of the oracle, so what PyTorch adds in 16 bits is rounding."""
     case = replace(BASE, dtype=DType.FP64, causal=causal, seqlen_q=lengths[0], seqlen_k=lengths[1], d=16, dv=8)
     inputs = make_inputs(case)
-    problem = gradients._Problem(inputs.q, inputs.k, inputs.v, case.problem().softmax_scale, causal)
-    for piece in problem.pieces():
-        given = problem.cut(piece, torch.zeros_like(inputs.dout), inputs.dout, inputs.dlse)
-        right, plain = gradients._right_gradients(given, problem), gradients._plain_gradients(given, problem)
+    batch = Batch(inputs.q, inputs.k, inputs.v, case.problem().softmax_scale, case.mask)
+    for piece in batch.pieces(40):
+        given = gradients._cut(batch, piece, torch.zeros_like(inputs.dout), inputs.dout, inputs.dlse)
+        right, plain = gradients._right_gradients(given), gradients._plain_gradients(given)
         for name in NAMES:
             torch.testing.assert_close(plain[name], right[name], rtol=1e-10, atol=1e-12)
 

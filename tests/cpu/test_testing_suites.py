@@ -1,6 +1,8 @@
 """The suites: what they cover, how large they are, and how many kernels they need."""
 
+import math
 from collections import defaultdict
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -12,9 +14,12 @@ from flash_hopper.problem.dtypes import DType
 from flash_hopper.problem.errors import ArgumentError
 from flash_hopper.testing import suites
 from flash_hopper.testing.backward_cases import SWEPT, tiles
-from flash_hopper.testing.cases import DLSES, DOUTS, LAYOUTS, VALUES, Case
+from flash_hopper.testing.cases import DLSES, DOUTS, HINTS, LAYOUTS, VALUES, Case
 from flash_hopper.testing.forward_cases import SWEPT_DIMS, tile_rows
+from flash_hopper.testing.lengths import WORDS
+from flash_hopper.testing.ragged_cases import ONE_SIDED, SIDES
 from flash_hopper.testing.suites import backward_plans_of, plan_of, plans_of, sample, suite
+from flash_hopper.testing.window_cases import HARMFUL, settings_with
 
 
 @pytest.fixture(scope="module")
@@ -25,6 +30,11 @@ def forward():
 @pytest.fixture(scope="module")
 def backward():
     return suite("backward")
+
+
+@pytest.fixture(scope="module")
+def ragged():
+    return suite("ragged")
 
 
 @pytest.fixture(scope="module")
@@ -53,12 +63,16 @@ def test_sizes_of_the_suites(forward, backward):
 
 def test_each_suite_has_one_direction():
     for name in suites.names():
-        assert {c.is_backward for c in suite(name)} == {name.startswith("backward")}
+        both = name.startswith(("ragged", "window"))
+        wanted = {False, True} if both else {name.startswith(("backward", "accumulate"))}
+        assert {c.is_backward for c in suite(name)} == wanted
 
 
-def test_the_number_of_kernels_stays_moderate(forward, backward):
+def test_the_number_of_kernels_stays_moderate(forward, backward, ragged):
     assert len(plans_of(forward)) < 110
     assert len(plans_of(backward)) < 150
+    assert len(plans_of(ragged)) <= 160
+    assert plans_of(ragged) == plans_of(suite("ragged", seed=3))
     assert len(plans_of(suite("sanitizer"))) == len(suite("sanitizer"))
     assert plans_of(forward) == plans_of(suite("forward", seed=3))
 
@@ -158,11 +172,14 @@ def test_a_sample_of_everything_is_the_suite(forward):
 
 
 def test_an_unknown_suite_is_refused():
-    with pytest.raises(ArgumentError, match="forward, smoke, sanitizer, backward, backward-smoke, backward-sanitizer"):
+    with pytest.raises(
+        ArgumentError,
+        match="forward, smoke, sanitizer, backward, backward-smoke, backward-sanitizer, ragged, window, ragged-smoke, ragged-sanitizer, accumulate",
+    ):
         suite("sideways")
 
 
-@pytest.mark.parametrize("name", ["sanitizer", "backward-sanitizer"])
+@pytest.mark.parametrize("name", ["sanitizer", "backward-sanitizer", "ragged-sanitizer"])
 def test_the_compile_command_takes_all_kernels_of_a_suite(name, monkeypatch, tmp_path):
     taken = []
 
@@ -300,3 +317,116 @@ def test_the_backward_sanitizer_suite_meets_every_family_of_kernels():
     assert {(p.tile_m, p.tile_n) for p in plans if isinstance(p, BackwardDqPlan)} == {
         (p.tile_m, p.tile_n) for p in everything if isinstance(p, BackwardDqPlan)
     }
+
+
+# ---- ragged ----------------------------------------------------------------------------------------------------
+
+
+def test_the_ragged_suite_is_large_and_holds_the_windows(ragged):
+    assert 2000 <= len(ragged) <= 3000
+    assert len(suite("window")) >= 600
+    whole = {replace(case, seed=0, give_out=False) for case in ragged}
+    assert {replace(case, seed=0, give_out=False) for case in suite("window")} <= whole
+    assert min(sum(c.is_backward == b for c in ragged) for b in (False, True)) > 1000
+    assert 14 <= len(suite("ragged-sanitizer")) <= 18
+    assert 80 <= len(suite("ragged-smoke")) <= 120
+
+
+def test_ragged_cases_are_small_enough_for_the_oracle(ragged):
+    for case in ragged:
+        rows = max(math.prod(case.shape(operand)[:-2]) for operand in "qk")
+        assert rows * case.heads * case.d <= 12_000_000, str(case)
+
+
+def test_every_number_of_sequences_meets_every_mask_and_direction(ragged):
+    met = {(c.batch, c.mask.kind, c.is_backward) for c in ragged if c.is_ragged}
+    assert met >= set(product((1, 31, 32, 62, 993, 2000), ("full", "causal", "local", "chunk"), (False, True)))
+    for batch in (1, 31, 32, 62, 993, 2000):
+        assert any(c.deterministic for c in ragged if c.is_backward and c.batch == batch and c.is_ragged)
+
+
+def test_every_mask_meets_every_kind_of_lengths_side_and_head_dim(ragged):
+    for direction in (False, True):
+        chosen = [c for c in ragged if c.is_ragged and c.is_backward == direction]
+        for kind in ("full", "causal", "local", "chunk"):
+            cases = [c for c in chosen if c.mask.kind == kind]
+            words = {c.lengths_q.rstrip("0123456789") for c in cases} | {
+                c.lengths_k.rstrip("0123456789") for c in cases
+            }
+            assert words >= set(WORDS)
+            sides = {(c.packed, c.used) for c in cases}
+            assert sides >= {(s.get("packed", "none"), s.get("used", "none")) for s in (*SIDES, *ONE_SIDED)}
+            assert {(c.d, c.dtype) for c in cases} >= {
+                (dims[0] if isinstance(dims, tuple) else dims, dtype) for dims, dtype in settings_with(kind)
+            }
+            assert {c.heads // max(c.heads_k, 1) for c in cases} >= {1, 2, 3, 4}
+            assert any(c.slack and c.used != "none" for c in cases)
+            assert any(c.slack and c.used == "none" for c in cases)
+        assert {c.hint for c in chosen} == set(HINTS)
+        assert {c.layout for c in chosen} >= set(LAYOUTS) - {"expand_batch"}
+        assert {c.values for c in chosen} >= set(HARMFUL)
+        assert any(c.scale is not None and c.scale < 0 for c in chosen)
+        for name in ("batch", "seqlen_q", "seqlen_k", "heads"):
+            assert any(getattr(c, name) == 0 for c in chosen)
+    backward = [c for c in ragged if c.is_ragged and c.is_backward]
+    assert {c.dout for c in backward} == set(DOUTS) - {"expand_batch"}
+    assert {c.dlse for c in backward} == set(DLSES)
+    assert {c.grads for c in backward} == {"q", "k", "v", "qk", "qv", "kv", "qkv"}
+
+
+def test_empty_sequences_meet_every_mask_on_every_side_also_deterministically(ragged):
+    met = set()
+    for case in ragged:
+        if case.is_ragged and case.batch > 2:
+            empty_q, empty_k = (0 in case.lengths(side) for side in ("q", "k"))
+            met.add((case.mask.kind, case.is_backward, case.deterministic, empty_q, empty_k))
+    wanted = product(("full", "causal", "local", "chunk"), ((False, False), (True, False), (True, True)), (False, True))
+    for kind, (is_backward, deterministic), empty_q in wanted:
+        assert (kind, is_backward, deterministic, empty_q, not empty_q) in met
+    assert all((kind, True, True, True, True) in met for kind in ("full", "causal", "local", "chunk"))
+
+
+def test_gradients_are_added_on_every_route_and_to_every_kind_of_buffer():
+    cases = suite("accumulate")
+    assert 60 <= len(cases) <= 120
+    assert {c.into for c in cases} == {"zeros", "holes"}
+    kernels = [plan for plan in plans_of(cases) if plan.kind in ("backward_dkdv", "backward_dq")]
+    assert len(plans_of(cases)) < 120
+    routes = {(p.splits_roles, p.is_deferred, p.adds_dq) for p in kernels if isinstance(p, BackwardDkdvPlan)}
+    usual = [plan for plan in plans_of(suite("backward")) if isinstance(plan, BackwardDkdvPlan)]
+    assert routes == {(p.splits_roles, p.is_deferred, p.adds_dq) for p in usual}
+    for is_ragged in (False, True):
+        chosen = [c for c in cases if c.is_ragged == is_ragged]
+        met = {(c.d, c.deterministic, c.heads > c.heads_k) for c in chosen}
+        assert {(64, True), (64, False), (128, True), (128, False)} <= {(d, det) for d, det, _ in met}
+        assert {c.mask.kind for c in chosen} == {"full", "causal", "local"}
+    assert len({c.grads for c in cases}) == 7
+
+
+def test_windows_meet_both_ends_bounded_and_not_in_every_relation_of_lengths():
+    windows = [c for c in suite("window") if not c.chunk]
+    for direction in (False, True):
+        cases = [c for c in windows if c.is_backward == direction]
+        for relation in (
+            lambda c: c.seqlen_q < c.seqlen_k,
+            lambda c: c.seqlen_q == c.seqlen_k,
+            lambda c: c.seqlen_q > c.seqlen_k,
+        ):
+            ends = {(c.mask.left is None, c.mask.right is None, c.causal) for c in cases if relation(c)}
+            assert ends >= {(False, False, False), (False, True, False), (True, False, False), (False, False, True)}
+        assert {0, None} <= {c.left for c in cases} & {c.right for c in cases}
+        assert -1 in {c.left for c in cases} | {c.right for c in cases}
+        assert any(c.left is not None and c.left > c.seqlen_k for c in cases)
+    chunks = [c for c in suite("window") if c.chunk]
+    assert {1, 2, 64} <= {c.chunk for c in chunks}
+    assert any(c.chunk > c.seqlen_k for c in chunks)
+    assert {c.causal for c in chunks} == {c.deterministic for c in chunks} == {False, True}
+    assert any(c.chunk and c.left is not None for c in chunks)
+
+
+def test_the_ragged_sanitizer_suite_meets_every_family_of_ragged_and_windowed_kernels():
+    kinds = {(plan.kind, c.mask.kind) for c in suite("ragged-sanitizer") for plan in plans_of([c])}
+    backward = {"preprocess", "backward_dkdv", "backward_dq", "postprocess"}
+    assert {kind for kind, _ in kinds} == {"forward", "schedule", *backward}
+    for kernel in ("forward", "backward_dkdv"):
+        assert {mask for kind, mask in kinds if kind == kernel} == {"full", "causal", "local", "chunk"}

@@ -35,7 +35,7 @@ def test_the_backward_suite_passes(case, device):
 
 def assert_right(results, inputs, case):
     out, _, *found = results
-    options = {"softmax_scale": case.problem().softmax_scale, "causal": case.causal}
+    options = {"softmax_scale": case.problem().softmax_scale, "mask": case.mask}
     expected = expect_gradients(inputs.q, inputs.k, inputs.v, out, inputs.dout, inputs.dlse, **options)
     for name, got in zip(("dq", "dk", "dv"), found, strict=True):
         result = compare(name, got, *expected[name])
@@ -121,7 +121,7 @@ def test_refusals_of_a_backward_come_at_the_forward_call_and_allocate_nothing(de
     attention = flash_hopper.flash_attn_func
     refused = (
         (flash_hopper.ArgumentError, lambda: attention(q, k, v, out=torch.empty(0, device=device))),
-        (flash_hopper.UnsupportedError, lambda: attention(q, k, v, window_size=(8, 0))),
+        (flash_hopper.UnsupportedError, lambda: attention(q, k, v, num_splits=3)),
         (flash_hopper.UnsupportedError, lambda: attention(q, k, v, softcap=30.0)),
         (flash_hopper.DTypeError, lambda: attention(q.float(), k.float(), v.float())),
     )

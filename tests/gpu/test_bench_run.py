@@ -44,3 +44,23 @@ def test_fa3_is_right_in_both_directions_where_it_is_installed(d, causal, heads_
             prepare("fa3", shape, make_inputs(shape, "cuda"))
         except ProviderAbsent as absent:
             pytest.skip(f"fa3 is absent: {absent}")
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize(
+    "ragged",
+    [
+        {"lengths": "zipf", "batch": 16},
+        {"lengths": "equal", "batch": 40, "seqlen_q": 8, "seqlen_k": 8},
+        {"lengths": "one_long", "batch": 9},
+        {"left": 200},
+    ],
+    ids=str,
+)
+def test_packed_batches_and_windows_are_timed_by_ours_and_by_torch(ragged, direction, queue):
+    shape = replace(SHAPE, suite="ragged", direction=direction, **ragged)
+    names = ("ours", "sdpa-flash")
+    rows = list(measure(shape, Settings(names, ("burst", "graph", *HOST_PROTOCOLS), **QUICK), queue))
+    assert [row.error for row in rows if row.error] == []
+    assert all(row.us > 0 for row in rows)
+    assert {(row.lengths, row.left) for row in rows} == {(ragged.get("lengths"), ragged.get("left"))}

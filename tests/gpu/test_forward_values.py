@@ -67,7 +67,7 @@ def test_a_refused_call_allocates_nothing(device):
         (flash_hopper.ArgumentError, lambda: flash_hopper.flash_attn_func(q, k, v, out=q[:1])),
         (flash_hopper.DTypeError, lambda: flash_hopper.flash_attn_func(q, k, v.view(torch.float16))),
         (flash_hopper.DTypeError, lambda: flash_hopper.flash_attn_func(*(x.view(torch.int16) for x in (q, k, v)))),
-        (flash_hopper.UnsupportedError, lambda: flash_hopper.flash_attn_func(q, k, v, window_size=(8, 0))),
+        (flash_hopper.UnsupportedError, lambda: flash_hopper.flash_attn_func(q, k, v, num_splits=3)),
         (flash_hopper.UnsupportedError, lambda: flash_hopper.flash_attn_func(q, k, v, softcap=30.0)),
     )
     torch.cuda.synchronize(device)

@@ -9,6 +9,7 @@ import flash_hopper
 from flash_hopper import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func
 from flash_hopper.kernels import backward_support
 from flash_hopper.problem.features import Feature
+from flash_hopper.problem.mask import Mask
 from flash_hopper.reference import naive, tiled
 
 SUBSETS = ["".join(c) for c in chain.from_iterable(combinations("qkv", n) for n in (1, 2, 3))]
@@ -42,7 +43,7 @@ def gradients(place, inputs, dout=None, dlse=None, **options):
 def right_gradients(inputs, dout=None, dlse=None, softmax_scale=None, causal=False):
     wide = [x.detach().double().requires_grad_() for x in inputs]
     scale = inputs[0].shape[3] ** -0.5 if softmax_scale is None else softmax_scale
-    out, lse = naive.attention(*wide, softmax_scale=scale, causal=causal)
+    out, lse = naive.attention(*wide, softmax_scale=scale, mask=Mask(right=0 if causal else None))
     given = [(x, g.double()) for x, g in ((out, dout), (lse, dlse)) if g is not None]
     found = torch.autograd.grad([x for x, _ in given], wide, [g for _, g in given], allow_unused=True)
     return [torch.zeros_like(x) if g is None else g for g, x in zip(found, wide, strict=True)]

@@ -4,6 +4,7 @@ A call that goes through the operators (compiled, exported, checkpointed, ..) mu
 """
 
 import dataclasses
+import inspect
 import io
 from functools import partial
 
@@ -17,7 +18,13 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import flash_hopper
-from flash_hopper import autograd, flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func
+from flash_hopper import (
+    autograd,
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+)
 from flash_hopper.kernels import backward_support
 from flash_hopper.launch import ops
 from flash_hopper.problem.attention import AttentionOptions
@@ -27,13 +34,17 @@ from flash_hopper.reference import tiled
 FORWARD = torch.ops.flash_hopper.forward.default
 BACKWARD = torch.ops.flash_hopper.backward.default
 
-# Every flag of the operators away from its default. pack_gqa is a hint that the kernels do not take yet.
-FLAGS = [{}, {"causal": True}, {"softmax_scale": -0.25}, {"deterministic": True, "sm_margin": 3}]
+# Every flag of the operators away from its default, and the options that they stand for. pack_gqa is a hint that the kernels do not take yet.
+FLAGS = [
+    {},
+    {"causal": True},
+    {"softmax_scale": -0.25},
+    {"deterministic": True, "sm_margin": 3},
+    {"window_left": 9, "window_right": 2},
+    {"causal": True, "attention_chunk": 24},
+]
 
 REFUSED = [
-    ({"window_size": (8, 0)}, "window_size"),
-    ({"window_size": (None, 5), "softcap": 20.0}, "window_size"),
-    ({"attention_chunk": 64}, "attention_chunk"),
     ({"softcap": 20.0}, "softcap"),
     ({"sinks": torch.zeros(6)}, "sinks"),
     ({"score_mod": lambda *_: 0}, "score_mod"),
@@ -46,6 +57,12 @@ REFUSED = [
     ({"num_splits": 2}, "num_splits"),
     ({"batch_invariant": True}, "batch_invariant"),
 ]
+
+
+def options_of(flags):
+    """Flags of the operators as arguments of the public function."""
+    options = {name: value for name, value in flags.items() if not name.startswith("window_")}
+    return options | {"window_size": (flags.get("window_left"), flags.get("window_right"))}
 
 
 @pytest.fixture(autouse=True)
@@ -143,16 +160,17 @@ def test_opcheck_passes_for_the_backward(place, given, needs):
     out, lse = FORWARD(q, k, v, None, True)
     dout = None if given == "lse" else torch.ones_like(out)
     dlse = None if given == "out" else torch.ones_like(lse)
-    arguments = (dout, dlse, q, k, v, out, lse, None, True, None, True, 0, *needs)
-    torch.library.opcheck(BACKWARD, arguments, rtol=place.tolerance, atol=place.tolerance)
+    flags = {"causal": True, "deterministic": True, "needs_dq": needs[0], "needs_dkdv": needs[1]}
+    arguments = (dout, dlse, q, k, v, out, lse)
+    torch.library.opcheck(BACKWARD, arguments, flags, rtol=place.tolerance, atol=place.tolerance)
 
 
 def test_results_share_no_memory_with_each_other_or_the_inputs(place):
     for subset in ("qkv", "q", "kv"):
         q, k, v = place.inputs(requires_grad="")
         out, lse = FORWARD(q, k, v)
-        needs = ("q" in subset, "k" in subset)
-        found = BACKWARD(torch.ones_like(out), None, q, k, v, out, lse, None, False, None, False, 0, *needs)
+        needs = {"needs_dq": "q" in subset, "needs_dkdv": "k" in subset}
+        found = BACKWARD(torch.ones_like(out), None, q, k, v, out, lse, **needs)
         assert [x.numel() > 0 for x in found] == [name in subset for name in "qkv"]
         tensors = [q, k, v, out, lse, *(x for x in found if x.numel())]
         assert len({x.untyped_storage().data_ptr() for x in tensors}) == len(tensors)
@@ -253,7 +271,7 @@ def test_parameters_and_harmless_subclasses_are_ordinary_tensors(place):
 def test_the_operator_itself_can_be_called_and_differentiated(place):
     inputs = place.inputs(d=192, dv=128)
     for flags in FLAGS:
-        eager = partial(flash_attn_func, return_lse=True, **flags)
+        eager = partial(flash_attn_func, return_lse=True, **options_of(flags))
         assert_same_results(place, partial(FORWARD, **flags), eager, inputs)
 
 
@@ -282,8 +300,12 @@ def test_transforms_of_torch_func_are_refused_by_name(place, transform):
 
 @pytest.mark.parametrize(
     "flags",
-    [{}, {"causal": True, "softmax_scale": -0.25, "deterministic": True, "sm_margin": 3, "window_size": (-1, None)}],
-    ids=["plain", "flags"],
+    [
+        {},
+        {"causal": True, "softmax_scale": -0.25, "deterministic": True, "sm_margin": 3, "window_size": (-1, None)},
+        {"window_size": (20, -1), "attention_chunk": 30},
+    ],
+    ids=["plain", "flags", "window and chunk"],
 )
 @pytest.mark.parametrize("dynamic", [None, False, True])
 def test_a_compiled_call_is_one_graph(place, compiler, dynamic, flags):
@@ -378,11 +400,17 @@ def test_every_option_is_a_flag_of_the_operators_or_refused():
     """An option that is added later must not be lost on the way through a graph."""
     options = {field.name for field in dataclasses.fields(AttentionOptions)} - {"return_lse"}
     refused = {name for given, _ in REFUSED for name in given}
-    assert options == refused | set(ops.FLAGS)
+    assert options == refused | set(ops.FLAGS) - {"window_left", "window_right"} | {"window_size"}
     for operator in (FORWARD, BACKWARD):
         arguments = [argument.name for argument in operator._schema.arguments]
-        first = arguments.index(ops.FLAGS[0])
-        assert tuple(arguments[first : first + len(ops.FLAGS)]) == ops.FLAGS
+        first = arguments.index(ops.ARGUMENTS[0])
+        assert tuple(arguments[first : first + len(ops.ARGUMENTS)]) == ops.ARGUMENTS
+
+
+def test_every_argument_of_a_ragged_call_is_one_of_the_operators():
+    tensors_and_options = set(inspect.signature(flash_attn_varlen_func).parameters)
+    of_all = {"q", "k", "v", "out", "page_table", *(field.name for field in dataclasses.fields(AttentionOptions))}
+    assert tensors_and_options - of_all == set(ops.ARGUMENTS) - set(ops.FLAGS)
 
 
 def test_a_wrong_shape_is_named_when_compiled(place):

@@ -24,9 +24,9 @@ MASKS = {"both": None, "full": False, "causal": True}
 
 
 def bench(
-    suite: Annotated[str, typer.Option(help="paper, train, host or cold.")] = "paper",
+    suite: Annotated[str, typer.Option(help="paper, train, host, cold or ragged.")] = "paper",
     direction: Annotated[
-        str | None, typer.Option(help="forward, backward or both; by default both for train, else forward.")
+        str | None, typer.Option(help="forward, backward or both; by default both for train and ragged, else forward.")
     ] = None,
     providers: Annotated[
         str | None,
@@ -36,7 +36,9 @@ def bench(
     ] = None,
     protocol: Annotated[
         str | None,
-        typer.Option(help="Of burst, steady, graph (paper, train); host-idle, host-busy; cold-import, cold-call."),
+        typer.Option(
+            help="Of burst, steady, graph (paper, train, ragged); host-idle, host-busy; cold-import, cold-call."
+        ),
     ] = None,
     dtype: Annotated[str, typer.Option(help="bf16 or fp16.")] = "bf16",
     dims: Annotated[str | None, typer.Option(help="Head dims to keep, e.g. 64,128.")] = None,
@@ -157,7 +159,7 @@ def _case_line(rows: "Sequence[BenchRow]") -> str:
     notes = [
         f"[{'green' if c.ratio >= 1 else 'red'}]{c.ratio:.3f}x[/] of {c.other.provider}" for c in compare(rows)
     ] + [f"deterministic {c.ratio:.2f}x the time" for c in deterministic_costs(rows)]
-    what = f"{first.dtype} {first.where:18} {first.direction:8} {first.protocol:11}"
+    what = f"{first.dtype} {first.where:26} {first.direction:8} {first.protocol:11}"
     return "  ".join([f"{what} {'  '.join(times) or 'no provider could run'}", *notes])
 
 
@@ -171,11 +173,18 @@ def _time_text(row: "BenchRow") -> str:
 
 
 def _show_summary(rows: "Sequence[BenchRow]", console: Console) -> None:
-    from flash_hopper.testing.bench_rows import summarise
+    from flash_hopper.testing.bench_rows import relative_rates, summarise
 
     for summary in summarise(rows):
         for line in _summary_lines(summary):
             console.print(line, soft_wrap=True)
+    for rate in relative_rates(rows):
+        row = rate.row
+        console.print(
+            f"[bold]{row.protocol} {row.direction}[/]: ours, d{row.kind} {'causal' if row.causal else 'full'} {row.column}: "
+            f"[bold]{rate.ratio:.3f}[/] of its rate for {rate.base.column}",
+            soft_wrap=True,
+        )
 
 
 def _summary_lines(summary: "Summary") -> list[str]:

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 def compile_kernels(
-    preset: Annotated[str | None, typer.Option(help="A named set: paper, common or all.")] = None,
+    preset: Annotated[str | None, typer.Option(help="A named set: paper, common, training, varlen or all.")] = None,
     suite: Annotated[
-        str | None, typer.Option(help="What this suite of `verify` runs, e.g. forward or backward.")
+        str | None, typer.Option(help="What this suite of `verify` runs, e.g. forward, backward or ragged.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Pack to write (a .so); default: fill the disk cache.")] = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="Worker processes, 0.6 GB each; default: one a core.")] = None,

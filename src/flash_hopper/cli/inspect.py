@@ -3,6 +3,7 @@
 `show_plan` and `show_report` are also what `flash-hopper demo` prints on a machine without a GPU.
 """
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -15,7 +16,7 @@ from flash_hopper.problem.errors import ArgumentError
 if TYPE_CHECKING:
     from flash_hopper.compile.inspect import KernelReport
     from flash_hopper.plan.forward import ForwardPlan
-    from flash_hopper.problem.attention import AttentionProblem
+    from flash_hopper.problem.attention import AttentionOptions, AttentionProblem
 
 # H200 SXM, dense 16-bit: NVIDIA's data sheet
 SMS, PEAK_TFLOPS, PEAK_TBPS = 132, 989.0, 4.8
@@ -30,21 +31,32 @@ def inspect(
     head_dim: Annotated[int, typer.Option(help="Head dim of q and k.")] = 128,
     head_dim_v: Annotated[int | None, typer.Option(help="Head dim of v; default: that of q.")] = None,
     causal: Annotated[bool, typer.Option(help="Causal mask, aligned bottom-right.")] = False,
+    window_left: Annotated[
+        int | None, typer.Option(min=-1, help="Keys seen to the left of the diagonal; -1: all.")
+    ] = None,
+    window_right: Annotated[int | None, typer.Option(min=-1, help="Keys seen to its right; -1: all.")] = None,
+    chunk: Annotated[int, typer.Option(min=0, help="Attention chunk; 0: none.")] = 0,
+    ragged: Annotated[
+        bool, typer.Option("--ragged", help="A packed batch of sequences of up to these lengths.")
+    ] = False,
     lse: Annotated[bool, typer.Option(help="Also return the log-sum-exp.")] = False,
     dtype: Annotated[str, typer.Option(help="bf16 or fp16.")] = "bf16",
     sass: Annotated[bool, typer.Option("--sass", help="Compile offline and count registers and instructions.")] = False,
 ) -> None:
     """Show tile, warps, registers, shared memory, pipelines and roofline of an attention call."""
     from flash_hopper.plan.forward import plan_forward
+    from flash_hopper.problem.attention import AttentionOptions
 
+    options = AttentionOptions(
+        causal=causal, window_size=(window_left, window_right), attention_chunk=chunk, return_lse=lse
+    )
     problem = _problem(
         dtype,
         (batch, seqlen_q, heads, head_dim),
         (seqlen_k or seqlen_q, heads_k or heads, head_dim_v or head_dim),
-        causal,
-        lse,
+        options,
     )
-    plan = plan_forward(problem)
+    plan = plan_forward(_packed(problem) if ragged else problem)
     console = Console()
     show_plan(problem, plan, console)
     if sass:
@@ -109,11 +121,23 @@ def memory_map(plan: "ForwardPlan") -> list[tuple[str, int, str]]:
     ]
 
 
+def _packed(problem: "AttentionProblem") -> "AttentionProblem":
+    """The problem with its batch packed, for the plan; the tables about its work are those of equal lengths."""
+    from flash_hopper.problem.features import Feature
+    from flash_hopper.problem.ragged import Ragged
+
+    p = problem
+    rows, keys = p.batch * p.seqlen_q, p.batch * p.seqlen_k
+    ragged = Ragged(True, True, False, False, rows, keys, p.seqlen_q, p.seqlen_k)
+    features = p.features | {Feature.VARLEN}
+    return replace(p, seqlen_q=rows, seqlen_k=keys, ragged=ragged, features=features)
+
+
 def _problem(
-    dtype: str, q: tuple[int, int, int, int], k: tuple[int, int, int], causal: bool, lse: bool
+    dtype: str, q: tuple[int, int, int, int], k: tuple[int, int, int], options: "AttentionOptions"
 ) -> "AttentionProblem":
     """The checked problem; q is (batch, seqlen, heads, head_dim), k (seqlen, heads, head_dim_v)."""
-    from flash_hopper.problem.attention import AttentionOptions, attention_problem
+    from flash_hopper.problem.attention import attention_problem
     from flash_hopper.problem.dtypes import KERNEL_DTYPES
     from flash_hopper.problem.tensor import TensorSpec
 
@@ -125,7 +149,6 @@ def _problem(
         strides = (shape[1] * shape[2] * shape[3], shape[2] * shape[3], shape[3], 1)
         return TensorSpec(name, shape, strides, kinds[dtype], dtype, "cuda:0")
 
-    options = AttentionOptions(causal=causal, return_lse=lse)
     batch, _, _, head_dim = q
     return attention_problem(
         spec("q", *q),
@@ -147,12 +170,13 @@ def _tile_rows(problem: "AttentionProblem", plan: "ForwardPlan") -> list[tuple[s
     from flash_hopper.plan.tables.forward import choose_row
 
     row = choose_row(plan.tile_hdim, plan.tile_hdimv)
-    is_short = row.short is not None and (plan.tile_m, plan.tile_n) == (row.short.m, row.short.n)
-    choice = "its tile for short lengths" if is_short else "its main tile"
+    choices = {"main tile": row.tile, "tile for short lengths": row.short, "tile for windows": row.window}
+    chosen = plan.tile_m, plan.tile_n, plan.has_pingpong
+    choice = next(name for name, t in choices.items() if t is not None and (t.m, t.n, t.has_pingpong) == chosen)
     return [
         ("query rows x keys a step", f"{plan.tile_m} x {plan.tile_n}"),
         ("head dims", f"{problem.head_dim} in {plan.tile_hdim}, {problem.head_dim_v} in {plan.tile_hdimv}"),
-        ("table row", f"head dims up to {row.hdim} and {row.hdimv}, {choice}"),
+        ("table row", f"head dims up to {row.hdim} and {row.hdimv}, its {choice}"),
         ("because", row.why),
         ("ping-pong", "warpgroups take turns at issuing MMAs" if plan.has_pingpong else "off"),
         ("scheduler", f"{plan.scheduler}, persistent CTAs"),
@@ -165,7 +189,8 @@ def _role_rows(plan: "ForwardPlan") -> list[tuple[str, str]]:
     roles = roles_of(plan)
     at_launch = REGISTER_FILE // roles.threads // 8 * 8
     return [
-        ("threads", f"{roles.threads}: 1 producer warpgroup, {roles.consumer_warpgroups} consumer warpgroups"),
+        ("threads", f"{roles.threads}: 1 warpgroup with the producer and the scheduler, "
+                    f"{roles.consumer_warpgroups} consumer warpgroups"),
         ("registers a thread", f"{at_launch} at launch, then {roles.producer_registers} producer, "
                                f"{roles.consumer_registers} consumer"),
     ]  # fmt: skip
@@ -173,13 +198,23 @@ def _role_rows(plan: "ForwardPlan") -> list[tuple[str, str]]:
 
 def _work_rows(problem: "AttentionProblem", plan: "ForwardPlan") -> list[tuple[str, str]]:
     from flash_hopper.geometry.arith import ceil_div
+    from flash_hopper.geometry.blocks import key_blocks
+    from flash_hopper.geometry.masks import Lengths, MaskBounds, kernel_bounds
 
+    lengths, mask = (
+        Lengths(problem.seqlen_q, problem.seqlen_k),
+        problem.mask.simplified(problem.seqlen_q, problem.seqlen_k),
+    )
+    bounds = MaskBounds(mask.kind, *kernel_bounds(mask))
+    visited = [
+        key_blocks(row, plan.tile_m, lengths, plan.tile_n, bounds) for row in range(0, problem.seqlen_q, plan.tile_m)
+    ]
     tiles = ceil_div(problem.seqlen_q, plan.tile_m) * problem.heads * problem.batch
     rows = ceil_div(problem.seqlen_q, plan.tile_m) * plan.tile_m
     return [
         ("output tiles", f"{tiles}, {tiles / SMS:.2f} for each of {SMS} SMs"),
         ("query rows computed", f"{rows} for {problem.seqlen_q} ({problem.seqlen_q / rows:.0%} of them asked for)"),
-        ("key blocks", f"up to {ceil_div(problem.seqlen_k, plan.tile_n)} a tile"),
+        ("key blocks", f"up to {max((blocks.end - blocks.start for blocks in visited), default=0)} a tile"),
     ]
 
 
@@ -214,7 +249,6 @@ def _pipeline_table(plan: "ForwardPlan") -> Table:
 
     table = _table("pipelines", "name", "stages", "bytes", "arrivals", "freed by")
     for spec in forward_pipelines(plan).values():
-        table.add_row(
-            spec.name, str(spec.stages), str(spec.tx_bytes), str(spec.consumer_arrivals), "one arrival a consumer warp"
-        )
+        freed_by = "consumer warps and the producer" if spec.name == "tile" else "consumer warps"
+        table.add_row(spec.name, str(spec.stages), str(spec.tx_bytes), str(spec.consumer_arrivals), freed_by)
     return table

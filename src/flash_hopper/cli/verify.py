@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 def verify(
     suite: Annotated[
         str,
-        typer.Option(help="forward or backward; smoke or backward-smoke for the CPU; sanitizer, backward-sanitizer."),
+        typer.Option(
+            help="forward, backward or ragged (with window); smoke, backward-smoke or ragged-smoke for the CPU; sanitizer, "
+            "backward-sanitizer, ragged-sanitizer; accumulate."
+        ),
     ] = "smoke",
     device: Annotated[
         str | None, typer.Option(help="cpu, cuda or cuda:N; by default cuda if there is a GPU of capability 9.0.")

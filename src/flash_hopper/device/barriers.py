@@ -7,7 +7,6 @@ from flash_hopper.device.dsl import Int32, cute, cutlass
 from flash_hopper.plan.roles import WARP, WARPGROUP
 
 EPILOGUE = 1  # + warpgroup: O staged in shared memory, or its buffer free again
-HANDOVER_EMPTY, HANDOVER_FULL = 5, 6  # a buffer between two warpgroups
 ALL_CONSUMERS = 7
 TURN = 8  # + warpgroup: this warpgroup may issue its GEMMs
 MAIL_EMPTY, MAIL_FULL = 12, 14  # + warpgroup: its mailbox to the writer warp
@@ -47,16 +46,6 @@ class Turns:
         if self.is_on:
             successor = 1 - warpgroup if self.count == 2 else (warpgroup + 1) % self.count
             cute.arch.barrier_arrive(barrier_id=TURN + successor, number_of_threads=2 * WARPGROUP)
-
-
-def handover_wait(is_full: bool) -> None:
-    """Wait until the shared buffer between two warpgroups is full (or empty); the other side arrives."""
-    cute.arch.barrier(barrier_id=HANDOVER_FULL if is_full else HANDOVER_EMPTY, number_of_threads=2 * WARPGROUP)
-
-
-def handover_arrive(is_full: bool) -> None:
-    """Say that the shared buffer between two warpgroups is full (or empty)."""
-    cute.arch.barrier_arrive(barrier_id=HANDOVER_FULL if is_full else HANDOVER_EMPTY, number_of_threads=2 * WARPGROUP)
 
 
 def all_consumers_sync(warpgroups: int) -> None:

@@ -25,12 +25,13 @@ def tma_pipeline(spec: PipelineSpec, storage: Any, stage_bytes: int) -> pipeline
     )
 
 
-def thread_pipeline(spec: PipelineSpec, storage: Any) -> pipeline.PipelineAsync:
-    """A pipeline filled by ordinary stores of one elected lane and freed by one elected lane a consumer warp."""
+def thread_pipeline(spec: PipelineSpec, storage: Any, producers: int = 1) -> pipeline.PipelineAsync:
+    """A pipeline filled by ordinary stores of so many threads, each of which commits, and freed by as many arrivals as the
+    plan says."""
     return pipeline.PipelineAsync.create(
         barrier_storage=storage.data_ptr(),
         num_stages=spec.stages,
-        producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, 1),
+        producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, producers),
         consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, spec.consumer_arrivals),
         defer_sync=True,
     )

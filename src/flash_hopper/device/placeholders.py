@@ -45,6 +45,16 @@ def tile_counter(scheduler: str) -> Any:
     return make_fake_tensor(Int32, (1,), (1,), assumed_align=4) if scheduler == "dynamic" else None
 
 
+def table() -> Any:
+    """The table of a ragged batch, (ints,) int32, on a 32-byte boundary."""
+    return make_fake_tensor(Int32, (size(),), (1,), assumed_align=32)
+
+
+def mask_bounds(kind: str) -> tuple[Int32 | None, Int32 | None, Int32 | None]:
+    """left, right and chunk: run-time values of windows and chunks, absent for other masks."""
+    return (Int32(0), Int32(0), Int32(0)) if kind in ("local", "chunk") else (None, None, None)
+
+
 def stream() -> Any:
     """torch's current stream, which the compiled function finds itself."""
     return make_fake_stream(use_tvm_ffi_env_stream=True)

@@ -75,3 +75,24 @@ def bulk_reduce_add_f32(dst: Any, src: Any, size_bytes: int, *, loc: Any = None,
         loc=loc,
         ip=ip,
     )
+
+
+@dsl_user_op
+def reduce_add_f32(
+    address: Any, offset_bytes: int, value: Float32, column: int, columns: Int32, *, loc: Any = None, ip: Any = None
+) -> None:
+    """red.global.add.f32: add to the float32 at `address` (64 bit) + offset_bytes, if column < columns; 4-byte aligned.
+
+    Predicated here, because a branch around each would compute its address again.
+    """
+    llvm.inline_asm(
+        None,
+        [x.ir_value(loc=loc, ip=ip) for x in (address, Float32(value), Int32(columns))],
+        f"{{ .reg .pred p; setp.gt.s32 p, $2, {column}; @p red.relaxed.gpu.global.add.f32 [$0+{offset_bytes}], $1; }}",
+        "l,f,r",
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+        loc=loc,
+        ip=ip,
+    )

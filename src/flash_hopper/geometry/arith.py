@@ -15,6 +15,13 @@ def ceil_div(a: Int, b: Int) -> Int:
     return (a + b - 1) // b
 
 
+def floor_div(a: Int, b: Int) -> Int:
+    """a / b rounded down, for b > 0 and any a. Not `a // b`, which truncates for the sizes of the DSL's tensors."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a // b
+    return maximum(a, 0) // b - ceil_div(maximum(-a, 0), b)
+
+
 def round_up(a: Int, b: Int) -> Int:
     """The smallest multiple of b that is not below a."""
     return ceil_div(a, b) * b

@@ -7,7 +7,7 @@ in L2, and the last tiles are the short ones. One pair a section runs head by he
 
 from typing import NamedTuple
 
-from flash_hopper.geometry.arith import Int, minimum
+from flash_hopper.geometry.arith import Int, clamp, maximum, minimum
 
 # Keys and values of a section; 32 MiB was best up to 4k tokens, and never fewer than 16 pairs: with fewer, CTAs run out
 # of long tiles to start with (H200, 2026-11, docs/findings/causal_order.md).
@@ -51,3 +51,21 @@ def heads_per_section(key_bytes: int, is_causal: bool, heads: int, batch: int, q
         return 1
     pairs = SECTION_BYTES // max(key_bytes, 1) * qhead_per_kvhead
     return max(1, min(heads * batch, max(pairs, SECTION_PAIRS)))
+
+
+def rows_per_section(row_bytes: int, is_causal: bool) -> int:
+    """Of a ragged batch: how many rows of all heads together may share a section; 0 where heads run one after the other.
+
+    `row_bytes`: of one row of one head, keys and values.
+    """
+    return SECTION_BYTES // max(row_bytes, 1) if is_causal else 0
+
+
+def sequence_section(rows: Int, length: Int, heads: Int, group: Int) -> Int:
+    """How many heads of a sequence share a section, given `rows_per_section`; as `heads_per_section`, at run time.
+
+    length: rows of one head; group: heads that share them.
+    """
+    pairs = maximum(rows // maximum(length, 1) * group, SECTION_PAIRS)
+    causal = minimum(rows, 1)
+    return clamp(causal * pairs, 1, heads)

@@ -7,17 +7,22 @@ allocates and launches. Work for gradients that nobody needs is left out.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from flash_hopper.compile.store import get_kernel
 from flash_hopper.geometry.arith import round_up
-from flash_hopper.geometry.tiles import heads_per_section
+from flash_hopper.geometry.masks import kernel_bounds
+from flash_hopper.geometry.tiles import heads_per_section, rows_per_section
 from flash_hopper.launch.device import device_facts, tile_counter
+from flash_hopper.launch.ragged import TableWriter, as_batch, has_whole_rows, most_tiles, table_writer
+from flash_hopper.launch.sequences import Sequences
 from flash_hopper.launch.tensors import addressable
 from flash_hopper.plan.backward import STATISTICS_ROWS, BackwardPlans, BackwardRequest, plan_backward
 from flash_hopper.problem.attention import AttentionProblem
+from flash_hopper.problem.mask import Mask
+from flash_hopper.problem.ragged import Ragged
 
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 Kernel = Callable[..., Any]
@@ -32,12 +37,14 @@ class PreparedBackward:
     plans: BackwardPlans
     device_index: int
     ctas: int
+    mask: Mask  # simplified
     preprocess: Kernel | None
     dkdv: Kernel | None
     dq: Kernel | None
     postprocess: Kernel | None
     postprocess_dk: Kernel | None
     postprocess_dv: Kernel | None
+    write_table: TableWriter | None  # of a ragged batch
 
     def run(
         self,
@@ -48,32 +55,59 @@ class PreparedBackward:
         lse: torch.Tensor,
         dout: torch.Tensor,
         dlse: torch.Tensor | None,
+        sequences: Sequences | None = None,
+        into: Gradients | None = None,
     ) -> Gradients:
         """(dq, dk, dv) in the dtype of q, contiguous, None where not needed.
 
-        out, lse: as the forward returned them; dout: like out, any strides; dlse: like lse, if `request.has_dlse`.
+        out, lse: as the forward returned them; dout: like out, any strides; dlse: like lse, if `request.has_dlse`; into, if
+        `request.accumulates`: float32 tensors like q, k and v, None where not needed, last stride 1, to which the gradients
+        are added, and which are returned.
         """
+        assert self.request.accumulates == (into is not None), "prepared for another call"
         if torch._C._cuda_getDevice() != self.device_index:
             with torch.cuda.device(self.device_index):
-                return self.run(q, k, v, out, lse, dout, dlse)
+                return self.run(q, k, v, out, lse, dout, dlse, sequences, into)
+        gradients = self._allocate(q, k, v) if into is None else into
+        if self.preprocess is None:
+            for gradient in gradients if into is None else ():
+                if gradient is not None:
+                    gradient.zero_()
+        elif self.problem.ragged is None:
+            self._launch(Operands(q, k, v, out, lse, dout, dlse), gradients, None)
+        else:
+            assert sequences is not None and self.write_table is not None, "prepared for a ragged batch"
+            table = self.write_table(sequences, q.device, self._row_multiple, self._key_multiple)
+            batch = Operands(q, k, v, out, lse, dout, dlse).as_batch(self.problem.ragged)
+            self._launch(batch, _as_batch(gradients, self.problem.ragged), table)
+        return gradients
+
+    def _allocate(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Gradients:
         needs_dq, needs_dkdv = self.request.needs_dq, self.request.needs_dkdv
         dq = torch.empty(q.shape, dtype=q.dtype, device=q.device) if needs_dq else None
         dk = torch.empty(k.shape, dtype=q.dtype, device=q.device) if needs_dkdv else None
         dv = torch.empty(v.shape, dtype=q.dtype, device=q.device) if needs_dkdv else None
-        if self.preprocess is None:
-            return tuple(None if g is None else g.zero_() for g in (dq, dk, dv))  # type: ignore[return-value]
-        q, k, v, out, dout = (addressable(t) for t in (q, k, v, out, dout))
+        return dq, dk, dv
+
+    def _launch(self, given: "Operands", gradients: Gradients, table: torch.Tensor | None) -> None:
+        """All kernels in order. Tensors have four dimensions; packed sequences are a batch of one."""
+        dq, dk, dv = gradients
+        q, k, v, out, dout = (self._addressable(t) for t in (given.q, given.k, given.v, given.out, given.dout))
         statistics, accumulator = self._workspace(q)
         p = self.problem
-        self.preprocess(out, dout, lse, dlse, statistics, accumulator)
+        assert self.preprocess is not None, "something is to be computed"
+        self.preprocess(out, dout, given.lse, given.dlse, statistics, accumulator, table)
         if self.dq is not None:
-            section = heads_per_section(p.seqlen_k * _row_bytes(p), p.causal, p.heads, p.batch, p.qhead_per_kvhead)
-            self.dq(q, k, v, dout, dq, statistics, self._counter(), p.softmax_scale, self.ctas, section)
+            assert self.plans.dq is not None, "its plan was compiled"
+            ctas, section = self._grid(by_keys=False, tile_rows=self.plans.dq.tile_m)
+            self.dq(
+                q, k, v, dout, dq, statistics, self._counter(), table, *kernel_bounds(self.mask), p.softmax_scale, ctas,
+                section,
+            )  # fmt: skip
         if dk is not None and dv is not None:
-            self._run_dkdv(q, k, v, dout, dk, dv, statistics, accumulator)
+            self._run_dkdv(q, k, v, dout, dk, dv, statistics, accumulator, table)
         if self.postprocess is not None:
-            self.postprocess(accumulator, dq, p.softmax_scale)
-        return dq, dk, dv
+            self.postprocess(accumulator, dq, table, p.softmax_scale)
 
     def _run_dkdv(
         self,
@@ -85,43 +119,108 @@ class PreparedBackward:
         dv: torch.Tensor,
         statistics: torch.Tensor,
         accumulator: torch.Tensor | None,
+        table: torch.Tensor | None,
     ) -> None:
         """The key-parallel kernel; dK and dV of grouped queries go through float32 accumulators if its plan says so."""
         p, plan = self.problem, self.plans.dkdv
         assert self.dkdv is not None and plan is not None, "dK and dV are asked for"
         dk_target, dv_target = dk, dv
         if plan.adds_dkdv:
-            keys = round_up(p.seqlen_k, plan.tile_n)
+            entries, keys = self._padded(p.seqlen_k, p.rows_k, plan.tile_n)
             dk_target, dv_target = (
-                torch.zeros((p.batch, p.heads_k, keys * cols), dtype=torch.float32, device=q.device)
+                torch.zeros((entries, p.heads_k, keys * cols), dtype=torch.float32, device=q.device)
                 for cols in (plan.tile_hdim, plan.tile_hdimv)
             )
-        heads, group = (p.heads, 1) if plan.adds_dkdv else (p.heads_k, p.qhead_per_kvhead)
-        section = heads_per_section(p.seqlen_q * group * _row_bytes(p), p.causal, heads, p.batch, 1)
+        ctas, section = self._grid(by_keys=True, tile_rows=plan.tile_n)
         self.dkdv(
-            q, k, v, dout, dk_target, dv_target, statistics, accumulator, self._counter(), p.softmax_scale, self.ctas,
-            section,
+            q, k, v, dout, dk_target, dv_target, statistics, accumulator, self._counter(), table,
+            *kernel_bounds(self.mask), p.softmax_scale, ctas, section,
         )  # fmt: skip
         if self.postprocess_dk is not None and self.postprocess_dv is not None:
-            self.postprocess_dk(dk_target, dk, p.softmax_scale)
-            self.postprocess_dv(dv_target, dv, 1.0)
+            self.postprocess_dk(dk_target, dk, table, p.softmax_scale)
+            self.postprocess_dv(dv_target, dv, table, 1.0)
 
     def _workspace(self, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Statistics (2, batch, heads, rows) and, if dQ is added up, its accumulator; float32, linear in seqlen_q."""
+        """Statistics (2, batch, heads, rows) and, if dQ is added up, its accumulator; float32, linear in the rows of q."""
         p, dkdv = self.problem, self.plans.dkdv
-        rows = round_up(p.seqlen_q, STATISTICS_ROWS if dkdv is None else dkdv.tile_m)
-        statistics = torch.empty((2, p.batch, p.heads, rows), dtype=torch.float32, device=q.device)
+        entries, rows = self._padded(p.seqlen_q, p.rows_q, self._row_multiple)
+        statistics = torch.empty((2, entries, p.heads, rows), dtype=torch.float32, device=q.device)
         if dkdv is None or not dkdv.adds_dq:
             return statistics, None
-        shape = (p.batch, p.heads, rows * dkdv.tile_hdim)
+        shape = (entries, p.heads, rows * dkdv.tile_hdim)
         return statistics, torch.empty(shape, dtype=torch.float32, device=q.device)
 
+    def _padded(self, seqlen: int, rows: int, multiple: int) -> tuple[int, int]:
+        """Entries of a padded buffer and rows of each; of a ragged batch all sequences are one entry, and each starts a new
+        block, as do the rows behind them."""
+        if self.problem.ragged is None:
+            return self.problem.batch, round_up(seqlen, multiple)
+        return 1, (rows + (self.problem.batch + 1) * multiple) // multiple * multiple
+
+    @property
+    def _row_multiple(self) -> int:
+        """What the first padded row of a sequence's queries is a multiple of."""
+        return STATISTICS_ROWS if self.plans.dkdv is None else self.plans.dkdv.tile_m
+
+    @property
+    def _key_multiple(self) -> int:
+        """The same of its keys."""
+        return 1 if self.plans.dkdv is None else self.plans.dkdv.tile_n
+
+    def _grid(self, by_keys: bool, tile_rows: int) -> tuple[int, int]:
+        """How many CTAs may run, and how many heads (of a ragged batch: rows) run side by side, for tiles of queries or of
+        keys."""
+        p, plan = self.problem, self.plans.dkdv
+        heads, group, length, rows = p.heads, p.qhead_per_kvhead, p.seqlen_k, p.rows_q
+        row_bytes = (p.head_dim + p.head_dim_v) * p.dtype.itemsize
+        if by_keys:
+            assert plan is not None, "dK and dV are asked for"
+            visited = 1 if plan.adds_dkdv else group  # query heads of a tile
+            heads, group, length, rows = p.heads if plan.adds_dkdv else p.heads_k, 1, p.seqlen_q, p.rows_k
+            row_bytes *= visited
+        is_causal = self.mask.kind == "causal"
+        if p.ragged is None:
+            return self.ctas, heads_per_section(length * row_bytes, is_causal, heads, p.batch, group)
+        return min(self.ctas, most_tiles(rows, p.batch, tile_rows) * heads), rows_per_section(row_bytes, is_causal)
+
     def _counter(self) -> torch.Tensor | None:
-        return tile_counter(self.device_index) if self.problem.causal else None
+        is_dynamic = self.mask.kind != "full" and self.problem.ragged is None
+        return tile_counter(self.device_index) if is_dynamic else None
+
+    def _addressable(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same values in a form that the kernels' views can address."""
+        tensor = addressable(tensor)
+        if self.problem.ragged is not None and not has_whole_rows(tensor):
+            return tensor.clone(memory_format=torch.contiguous_format)
+        return tensor
 
 
-def _row_bytes(p: AttentionProblem) -> int:
-    return (p.head_dim + p.head_dim_v) * p.dtype.itemsize
+class Operands(NamedTuple):
+    """What a backward reads."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+    dout: torch.Tensor
+    dlse: torch.Tensor | None
+
+    def as_batch(self, ragged: Ragged) -> "Operands":
+        """Packed sequences as a batch of one."""
+        q, k, v, out, lse, dout, dlse = self
+        is_packed = ragged.packed_q
+        return Operands(
+            as_batch(q, is_packed), as_batch(k, ragged.packed_k), as_batch(v, ragged.packed_k), as_batch(out, is_packed),
+            as_batch(lse, is_packed), as_batch(dout, is_packed), None if dlse is None else as_batch(dlse, is_packed),
+        )  # fmt: skip
+
+
+def _as_batch(gradients: Gradients, ragged: Ragged) -> Gradients:
+    """Views of packed gradients as a batch of one."""
+    sides = (ragged.packed_q, ragged.packed_k, ragged.packed_k)
+    found = (None if g is None else as_batch(g, packed) for g, packed in zip(gradients, sides, strict=True))
+    return tuple(found)  # type: ignore[return-value]
 
 
 @lru_cache(maxsize=4096)
@@ -143,10 +242,12 @@ def prepare_backward(problem: AttentionProblem, request: BackwardRequest, device
         plans=plans,
         device_index=device_index,
         ctas=max(1, device_facts(device_index).sm_count - problem.sm_margin),
+        mask=problem.mask.simplified(problem.seqlen_q, problem.seqlen_k),
         preprocess=kernel(plans.preprocess),
         dkdv=kernel(plans.dkdv),
         dq=kernel(plans.dq),
         postprocess=kernel(plans.postprocess),
         postprocess_dk=kernel(plans.postprocess_dk),
         postprocess_dv=kernel(plans.postprocess_dv),
+        write_table=None if problem.ragged is None or is_trivial else table_writer(problem),
     )

@@ -11,19 +11,21 @@ from typing import Any
 import torch
 
 from flash_hopper.compile.store import get_kernel
-from flash_hopper.geometry.tiles import heads_per_section
+from flash_hopper.geometry.masks import kernel_bounds
+from flash_hopper.geometry.tiles import heads_per_section, rows_per_section
 from flash_hopper.kernels.forward.support import DTYPES, SUPPORTED
 from flash_hopper.launch.device import device_facts, tile_counter
+from flash_hopper.launch.ragged import TableWriter, as_batch, has_whole_rows, most_tiles, table_writer
+from flash_hopper.launch.sequences import Sequences, described_problem
 from flash_hopper.launch.tensors import (
     ALIGN_BYTES,
     addressable,
-    describe,
     has_plain_strides,
     is_aligned,
     with_plain_unit_strides,
 )
-from flash_hopper.plan.forward import plan_forward
-from flash_hopper.problem.attention import AttentionOptions, AttentionProblem, attention_problem
+from flash_hopper.plan.forward import ForwardPlan, plan_forward
+from flash_hopper.problem.attention import AttentionOptions, AttentionProblem
 from flash_hopper.problem.features import check_supported
 
 # A scale of zero is passed as the smallest normal float32: the scores vanish just the same, and a masked -inf stays -inf.
@@ -42,17 +44,26 @@ class PreparedForward:
     lse_shape: tuple[int, ...] | None
     device: torch.device
     scale: float
+    bounds: tuple[int | None, int | None, int | None]  # left, right, chunk
     ctas: int
-    heads_per_section: int
+    section: int
     is_dynamic: bool
     is_regular: bool  # strides can be passed as they are
+    write_table: TableWriter | None  # of a ragged batch
 
-    def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None) -> Result:
+    def run(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor | None,
+        sequences: Sequences | None = None,
+    ) -> Result:
         """(out, lse or None) for tensors of exactly the signature that was prepared."""
         index = self.device.index
         if torch._C._cuda_getDevice() != index:
             with torch.cuda.device(index):
-                return self.run(q, k, v, out)
+                return self.run(q, k, v, out, sequences)
         if out is None:
             out = torch.empty(self.out_shape, dtype=q.dtype, device=self.device)
         lse = None
@@ -61,62 +72,111 @@ class PreparedForward:
         if self.kernel is None:
             out.zero_()
             return out, None if lse is None else lse.fill_(float("-inf"))
-        addresses = q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()
-        if self.is_regular and addresses % ALIGN_BYTES == 0:
-            self._launch(q, k, v, out, lse)
-        else:
-            self._launch_irregular(q, k, v, out, lse)
+        table = None
+        if sequences is not None:
+            assert self.write_table is not None, "prepared for a ragged batch"
+            table = self.write_table(sequences, self.device)
+        self._launch(q, k, v, out, lse, table)
         return out, lse
 
     def _launch(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        table: torch.Tensor | None,
+    ) -> None:
+        """A tensor that TMA cannot address is copied once; everything else is passed as it is."""
+        ragged = self.problem.ragged
+        if ragged is not None:
+            q, k, v = as_batch(q, ragged.packed_q), as_batch(k, ragged.packed_k), as_batch(v, ragged.packed_k)
+            out, lse = as_batch(out, ragged.packed_q), None if lse is None else as_batch(lse, ragged.packed_q)
+        addresses = q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()
+        if self.is_regular and addresses % ALIGN_BYTES == 0:
+            self._call(q, k, v, out, lse, table)
+            return
+        q, k, v = self._addressable(q), self._addressable(k), self._addressable(v)
+        plain = with_plain_unit_strides(out)
+        if is_aligned(out) and (ragged is None or has_whole_rows(plain)):
+            self._call(q, k, v, plain, lse, table)
+            return
+        staged = torch.empty(out.shape, dtype=out.dtype, device=self.device)
+        self._call(q, k, v, with_plain_unit_strides(staged), lse, table)
+        out.copy_(staged)
+
+    def _addressable(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same values in a form that the kernel's views can address."""
+        tensor = addressable(tensor)
+        if self.problem.ragged is not None and not has_whole_rows(tensor):
+            return tensor.clone(memory_format=torch.contiguous_format)
+        return tensor
+
+    def _call(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        table: torch.Tensor | None,
     ) -> None:
         assert self.kernel is not None
         counter = tile_counter(self.device.index) if self.is_dynamic else None
-        self.kernel(q, k, v, out, lse, counter, self.scale, self.ctas, self.heads_per_section)
-
-    def _launch_irregular(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None
-    ) -> None:
-        """A tensor that TMA cannot address is copied once; everything else is passed as it is."""
-        q, k, v = addressable(q), addressable(k), addressable(v)
-        if is_aligned(out):
-            self._launch(q, k, v, with_plain_unit_strides(out), lse)
-            return
-        staged = torch.empty(self.out_shape, dtype=out.dtype, device=self.device)
-        self._launch(q, k, v, with_plain_unit_strides(staged), lse)
-        out.copy_(staged)
+        self.kernel(q, k, v, out, lse, counter, table, *self.bounds, self.scale, self.ctas, self.section)
 
 
 def prepare(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions, out: torch.Tensor | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    options: AttentionOptions,
+    out: torch.Tensor | None,
+    sequences: Sequences | None = None,
 ) -> PreparedForward:
     """Check a call and bind it to a kernel, compiling it if need be.
 
-    Raises the errors of `attention_problem`, DeviceError for another GPU, UnsupportedError for missing features, and
+    Raises the errors of `problem`, DeviceError for another GPU, UnsupportedError for missing features, and
     MissingDependencyError or CompileError from the compile layer. Nothing is allocated.
     """
-    problem = attention_problem(
-        describe("q", q), describe("k", k), describe("v", v), options, dtypes=DTYPES,
-        out=None if out is None else describe("out", out),
-    )  # fmt: skip
+    p = described_problem(q, k, v, options, out, sequences, dtypes=DTYPES)
     facts = device_facts(q.device.index)
-    check_supported(problem.features, SUPPORTED, f"the forward kernel ({facts.name})")
-    plan = plan_forward(problem)
-    is_trivial = problem.has_no_output or problem.has_no_keys
-    p = problem
+    check_supported(p.features, SUPPORTED, f"the forward kernel ({facts.name})")
+    plan = plan_forward(p)
+    is_trivial = p.has_no_output or p.has_no_keys
+    ctas, section = _grid(p, plan, facts.sm_count)
+    is_packed = p.ragged is not None and p.ragged.packed_q
     return PreparedForward(
         kernel=None if is_trivial else get_kernel(plan),
-        problem=problem,
-        out_shape=(p.batch, p.seqlen_q, p.heads, p.head_dim_v),
-        lse_shape=(p.batch, p.heads, p.seqlen_q) if options.return_lse else None,
+        problem=p,
+        out_shape=(*q.shape[:-1], p.head_dim_v),
+        lse_shape=((p.heads, p.rows_q) if is_packed else (p.batch, p.heads, p.seqlen_q))
+        if options.return_lse
+        else None,
         device=q.device,
         scale=max(abs(p.softmax_scale), SMALLEST_SCALE),
-        ctas=max(1, facts.sm_count - p.sm_margin),
-        heads_per_section=heads_per_section(
-            p.seqlen_k * (p.head_dim + p.head_dim_v) * p.dtype.itemsize, p.causal, p.heads, p.batch,
-            p.qhead_per_kvhead,
-        ),
-        is_dynamic=plan.scheduler == "dynamic",
-        is_regular=all(has_plain_strides(t) for t in (q, k, v, out) if t is not None),
-    )  # fmt: skip
+        bounds=kernel_bounds(p.mask.simplified(p.seqlen_q, p.seqlen_k)),
+        ctas=ctas,
+        section=section,
+        is_dynamic=plan.scheduler == "dynamic" and not plan.is_ragged,
+        is_regular=all(_is_regular(t, p.ragged is not None) for t in (q, k, v, out) if t is not None),
+        write_table=None if p.ragged is None or is_trivial else table_writer(p),
+    )
+
+
+def _grid(p: AttentionProblem, plan: ForwardPlan, sm_count: int) -> tuple[int, int]:
+    """How many CTAs may run, and how many heads (of a ragged batch: rows) run side by side."""
+    ctas = max(1, sm_count - p.sm_margin)
+    is_causal = plan.mask == "causal"
+    row_bytes = (p.head_dim + p.head_dim_v) * p.dtype.itemsize
+    if p.ragged is None:
+        return ctas, heads_per_section(p.seqlen_k * row_bytes, is_causal, p.heads, p.batch, p.qhead_per_kvhead)
+    tiles = most_tiles(p.ragged.rows_q, p.batch, plan.tile_m) * p.heads
+    return min(ctas, tiles), rows_per_section(row_bytes, is_causal)
+
+
+def _is_regular(tensor: torch.Tensor, is_ragged: bool) -> bool:
+    """True if the strides can be passed as they are."""
+    is_padded = is_ragged and tensor.dim() == 4
+    return has_plain_strides(tensor) and (not is_padded or has_whole_rows(tensor))

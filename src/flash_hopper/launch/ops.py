@@ -1,14 +1,18 @@
 """The two torch operators, `flash_hopper::forward` and `flash_hopper::backward`: what a graph holds instead of Python.
 
-    forward(q, k, v, softmax_scale=None, causal=False, pack_gqa=None, deterministic=False, sm_margin=0) -> (out, lse)
+    forward(q, k, v, softmax_scale=None, causal=False, pack_gqa=None, deterministic=False, sm_margin=0, window_left=None,
+        window_right=None, attention_chunk=0, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None,
+        max_seqlen_q=None, max_seqlen_k=None) -> (out, lse)
     backward(dout, dlse, q, k, v, out, lse, ..the same.., needs_dq=True, needs_dkdv=True) -> (dq, dk, dv)
 
 Each has one implementation for tensors with data (CUDA: the kernels, CPU: the reference) and one for shapes only (fake and
 meta tensors), which makes the same checks. `autograd.py` gives them their gradients and decides which calls come this way:
-those that torch.compile, torch.export, a dispatch mode or a tensor subclass must see. Results are fresh, contiguous tensors.
-Gradients that are not asked for come back with no elements, since an operator returns a fixed number of tensors.
+those that torch.compile, torch.export, a dispatch mode or a tensor subclass must see. A batch is ragged if one of the four
+length tensors is there. Results are fresh, contiguous tensors. Gradients that are not asked for come back with no elements,
+since an operator returns a fixed number of tensors.
 """
 
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import lru_cache
 from typing import Any
@@ -17,25 +21,41 @@ import torch
 
 from flash_hopper.kernels.forward import support
 from flash_hopper.launch.attention import gradients, prepared_call
-from flash_hopper.launch.tensors import describe
-from flash_hopper.problem.attention import AttentionOptions, AttentionProblem, attention_problem
-from flash_hopper.problem.errors import ArgumentError, DeviceError, DTypeError, UnsupportedError
+from flash_hopper.launch.sequences import HINTS, TENSORS, Sequences, described_problem
+from flash_hopper.launch.tensors import check_results, lse_dtype, result_shapes
+from flash_hopper.problem.attention import AttentionOptions, AttentionProblem
+from flash_hopper.problem.errors import ArgumentError, DeviceError, UnsupportedError
 from flash_hopper.problem.features import Feature, check_supported
 from flash_hopper.reference import tiled
 
 FORWARD, BACKWARD = "flash_hopper::forward", "flash_hopper::backward"
 
-FLAGS = ("softmax_scale", "causal", "pack_gqa", "deterministic", "sm_margin")
-_FLAGS_SCHEMA = (
-    "float? softmax_scale=None, bool causal=False, bool? pack_gqa=None, bool deterministic=False, int sm_margin=0"
+FLAGS = (
+    "softmax_scale",
+    "causal",
+    "pack_gqa",
+    "deterministic",
+    "sm_margin",
+    "window_left",
+    "window_right",
+    "attention_chunk",
 )
+ARGUMENTS = (*FLAGS, *TENSORS, *HINTS)
+_DEFAULTS = (None, False, None, False, 0, None, None, 0, *(None,) * len(TENSORS + HINTS))
+_ARGUMENTS_SCHEMA = (
+    "float? softmax_scale=None, bool causal=False, bool? pack_gqa=None, bool deterministic=False, int sm_margin=0, "
+    "int? window_left=None, int? window_right=None, int attention_chunk=0, Tensor? cu_seqlens_q=None, "
+    "Tensor? cu_seqlens_k=None, Tensor? seqused_q=None, Tensor? seqused_k=None, SymInt? max_seqlen_q=None, "
+    "SymInt? max_seqlen_k=None"
+)
+NO_SEQUENCES = Sequences(None, None, None, None, None, None)
 
 InputGradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 library = torch.library.Library("flash_hopper", "FRAGMENT")
-library.define(f"forward(Tensor q, Tensor k, Tensor v, {_FLAGS_SCHEMA}) -> (Tensor out, Tensor lse)")
+library.define(f"forward(Tensor q, Tensor k, Tensor v, {_ARGUMENTS_SCHEMA}) -> (Tensor out, Tensor lse)")
 library.define(
-    f"backward(Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_FLAGS_SCHEMA}, "
+    f"backward(Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_ARGUMENTS_SCHEMA}, "
     "bool needs_dq=True, bool needs_dkdv=True) -> (Tensor dq, Tensor dk, Tensor dv)"
 )
 
@@ -45,10 +65,7 @@ def check_expressed(options: AttentionOptions) -> None:
 
     torch.compile traces this, with numbers that may be symbolic: hence nothing but comparisons.
     """
-    left, right = options.window_size
     asked = [
-        (Feature.WINDOW, (left is not None and left != -1) or (right is not None and right != -1)),
-        (Feature.CHUNK, options.attention_chunk != 0),
         (Feature.SOFTCAP, options.softcap != 0),
         (Feature.SINKS, options.sinks is not None),
         (Feature.SCORE_MOD, options.score_mod is not None),
@@ -64,30 +81,76 @@ def check_expressed(options: AttentionOptions) -> None:
         raise UnsupportedError(f"the operator {FORWARD} does not support: {'; '.join(missing)}")
 
 
+def check_ragged(sequences: Sequences) -> None:
+    """Raise ArgumentError for a bundle without lengths, which the operators would take for a dense batch."""
+    if not sequences.present:
+        raise ArgumentError(
+            f"one of {', '.join(TENSORS)} must be given; call flash_attn_func for a batch without lengths"
+        )
+
+
+def flags_of(options: AttentionOptions) -> tuple[Any, ...]:
+    """Options that `check_expressed` let pass, as an operator's flags. torch.compile traces this."""
+    left, right = options.window_size
+    return (
+        options.softmax_scale,
+        options.causal,
+        options.pack_gqa,
+        options.deterministic,
+        options.sm_margin,
+        left,
+        right,
+        options.attention_chunk,
+    )
+
+
 def options_of(*flags: Any) -> AttentionOptions:
-    """The options that an operator's flags stand for; trailing ones may be absent. LSE is always returned."""
-    return AttentionOptions(**dict(zip(FLAGS, flags, strict=False)), return_lse=True)
+    """The options that all of an operator's flags stand for. LSE is always returned."""
+    *others, left, right, chunk = flags
+    named = dict(zip(FLAGS, others, strict=False))
+    return AttentionOptions(**named, window_size=(left, right), attention_chunk=chunk, return_lse=True)
+
+
+def split_arguments(arguments: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]:
+    """(flags, length tensors, hints) of an operator's call, where trailing defaults may be absent."""
+    whole = (*arguments, *_DEFAULTS[len(arguments) :])
+    tensors = len(FLAGS) + len(TENSORS)
+    return whole[: len(FLAGS)], whole[len(FLAGS) : tensors], whole[tensors : len(ARGUMENTS)]
+
+
+def read_arguments(arguments: Sequence[Any]) -> tuple[AttentionOptions, Sequences | None]:
+    """The options and, for a ragged batch, the bundle that an operator's arguments stand for."""
+    flags, tensors, hints = split_arguments(arguments)
+    return options_of(*flags), _sequences(tensors, hints)
+
+
+def _sequences(tensors: tuple[Any, ...], hints: tuple[Any, ...]) -> Sequences | None:
+    if all(tensor is None for tensor in tensors):
+        return None
+    return Sequences(*tensors, *hints)
 
 
 @lru_cache(maxsize=1024)
 def _option_values(*flags: Any) -> tuple[Any, ...]:
-    """The same as the tuple of values by which calls are prepared."""
+    """Flags as the tuple of values by which calls are prepared."""
     options = options_of(*flags)
     return tuple(getattr(options, field.name) for field in fields(AttentionOptions))
 
 
-def checked_problem(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions) -> AttentionProblem:
+def checked_problem(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttentionOptions, sequences: Sequences | None
+) -> AttentionProblem:
     """The problem of tensors that may have no data and symbolic sizes; raises what the forward with data would raise.
 
-    Its scale is 1: the default would need the value of head_dim, and a wrong one is found with the data.
+    Its scale is 1 and it has no hints: the default would need the value of head_dim, the hints their own, and a wrong one
+    is found with the data.
     """
     kind = q.device.type
     if kind not in ("cuda", "cpu", "meta"):
         raise DeviceError(f"tensors must be on a cuda device of capability 9.0 or on the cpu, got {q.device}")
-    problem = attention_problem(
-        describe("q", q), describe("k", k), describe("v", v), replace(options, softmax_scale=1.0),
-        dtypes=support.DTYPES if kind == "cuda" else tiled.DTYPES,
-    )  # fmt: skip
+    dtypes = support.DTYPES if kind == "cuda" else tiled.DTYPES
+    unscaled = replace(options, softmax_scale=1.0)
+    problem = described_problem(q, k, v, unscaled, None, sequences, dtypes=dtypes, has_hints=False)
     forward = problem.features - {Feature.GRADIENT}
     if kind == "cuda":
         check_supported(forward, support.SUPPORTED, "the forward kernel")
@@ -96,18 +159,19 @@ def checked_problem(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: 
     return problem
 
 
-def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *flags: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    out, lse = prepared_call(q, k, v, None, _option_values(*flags)).run(q, k, v, None)
+def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    flags, tensors, hints = split_arguments(arguments)
+    sequences = _sequences(tensors, hints)
+    out, lse = prepared_call(q, k, v, None, _option_values(*flags), sequences).run(q, k, v, None, sequences)
     assert lse is not None, "prepared with return_lse"
     return out, lse
 
 
 def _forward_of_shapes(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *flags: Any
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    p = checked_problem(q, k, v, options_of(*flags))
-    out_shape, lse_shape = _result_shapes(p)
-    return q.new_empty(out_shape), q.new_empty(lse_shape, dtype=_lse_dtype(q.dtype))
+    out_shape, lse_shape = result_shapes(checked_problem(q, k, v, *read_arguments(arguments)))
+    return q.new_empty(out_shape), q.new_empty(lse_shape, dtype=lse_dtype(q.dtype))
 
 
 def _backward(
@@ -120,10 +184,12 @@ def _backward(
     lse: torch.Tensor,
     *rest: Any,
 ) -> InputGradients:
-    flags, needs_dq, needs_dkdv = _flags_and_needs(rest)
-    problem = prepared_call(q, k, v, None, _option_values(*flags)).problem
-    _check_results(problem, dout, dlse, q, out, lse)
-    found = gradients(q, k, v, out, lse, dout, dlse, problem, needs_dq, needs_dkdv)
+    arguments, needs_dq, needs_dkdv = _arguments_and_needs(rest)
+    flags, tensors, hints = split_arguments(arguments)
+    sequences = _sequences(tensors, hints)
+    problem = prepared_call(q, k, v, None, _option_values(*flags), sequences).problem
+    check_results(problem, dout, dlse, q, out, lse)
+    found = gradients(q, k, v, out, lse, dout, dlse, problem, needs_dq, needs_dkdv, sequences)
     dq, dk, dv = (q.new_empty(0) if gradient is None else gradient.contiguous() for gradient in found)
     return dq, dk, dv
 
@@ -138,9 +204,9 @@ def _backward_of_shapes(
     lse: torch.Tensor,
     *rest: Any,
 ) -> InputGradients:
-    flags, needs_dq, needs_dkdv = _flags_and_needs(rest)
-    problem = checked_problem(q, k, v, options_of(*flags))
-    _check_results(problem, dout, dlse, q, out, lse)
+    arguments, needs_dq, needs_dkdv = _arguments_and_needs(rest)
+    problem = checked_problem(q, k, v, *read_arguments(arguments))
+    check_results(problem, dout, dlse, q, out, lse)
     return (
         q.new_empty(q.shape if needs_dq else 0),
         q.new_empty(k.shape if needs_dkdv else 0),
@@ -148,44 +214,10 @@ def _backward_of_shapes(
     )
 
 
-def _flags_and_needs(rest: tuple[Any, ...]) -> tuple[tuple[Any, ...], bool, bool]:
+def _arguments_and_needs(rest: tuple[Any, ...]) -> tuple[tuple[Any, ...], bool, bool]:
     """An operator is called without trailing arguments that have their default value."""
-    needs = (*rest[len(FLAGS) :], True, True)
-    return rest[: len(FLAGS)], needs[0], needs[1]
-
-
-def _result_shapes(p: AttentionProblem) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    return (p.batch, p.seqlen_q, p.heads, p.head_dim_v), (p.batch, p.heads, p.seqlen_q)
-
-
-def _lse_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def _check_results(
-    problem: AttentionProblem,
-    dout: torch.Tensor | None,
-    dlse: torch.Tensor | None,
-    q: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-) -> None:
-    """Raise unless out, lse and their gradients are what the forward returns, and gradients of it."""
-    out_shape, lse_shape = _result_shapes(problem)
-    for name, tensor, shape, dtype in (
-        ("out", out, out_shape, q.dtype),
-        ("dout", dout, out_shape, q.dtype),
-        ("lse", lse, lse_shape, _lse_dtype(q.dtype)),
-        ("dlse", dlse, lse_shape, _lse_dtype(q.dtype)),
-    ):
-        if tensor is None:
-            continue
-        if tuple(tensor.shape) != shape:
-            raise ArgumentError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
-        if tensor.dtype != dtype:
-            raise DTypeError(f"{name} must be {dtype}, got {tensor.dtype}")
-        if tensor.device != q.device:
-            raise DeviceError(f"{name} must be on {q.device} like q, got {tensor.device}")
+    needs = (*rest[len(ARGUMENTS) :], True, True)
+    return rest[: len(ARGUMENTS)], needs[0], needs[1]
 
 
 for _device in ("CPU", "CUDA"):

@@ -4,8 +4,9 @@ from typing import Any
 
 import torch
 
+from flash_hopper.problem.attention import AttentionProblem
 from flash_hopper.problem.dtypes import DType
-from flash_hopper.problem.errors import DTypeError
+from flash_hopper.problem.errors import ArgumentError, DeviceError, DTypeError
 from flash_hopper.problem.tensor import TensorSpec
 
 DTYPES = {
@@ -30,6 +31,48 @@ def describe(name: str, tensor: Any) -> TensorSpec:
         device=str(tensor.device),
         requires_grad=tensor.requires_grad and torch.is_grad_enabled(),
     )
+
+
+def result_shapes(problem: AttentionProblem) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of out and of lse: like q, whose packed rows are one dimension, and with the heads before the rows."""
+    p = problem
+    if p.ragged is not None and p.ragged.packed_q:
+        return (p.rows_q, p.heads, p.head_dim_v), (p.heads, p.rows_q)
+    return (p.batch, p.seqlen_q, p.heads, p.head_dim_v), (p.batch, p.heads, p.seqlen_q)
+
+
+def lse_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of lse for q of this dtype."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def check_results(
+    problem: AttentionProblem,
+    dout: torch.Tensor | None,
+    dlse: torch.Tensor | None,
+    q: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    """Raise unless out and lse are what the forward of `problem` returns, and dout and dlse, if any, gradients of them.
+
+    Shape, dtype and device count, strides do not. Raises ArgumentError, DTypeError or DeviceError.
+    """
+    out_shape, lse_shape = result_shapes(problem)
+    for name, tensor, shape, dtype in (
+        ("out", out, out_shape, q.dtype),
+        ("dout", dout, out_shape, q.dtype),
+        ("lse", lse, lse_shape, lse_dtype(q.dtype)),
+        ("dlse", dlse, lse_shape, lse_dtype(q.dtype)),
+    ):
+        if tensor is None:
+            continue
+        if tuple(tensor.shape) != shape:
+            raise ArgumentError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
+        if tensor.dtype != dtype:
+            raise DTypeError(f"{name} must be {dtype}, got {tensor.dtype}")
+        if tensor.device != q.device:
+            raise DeviceError(f"{name} must be on {q.device} like q, got {tensor.device}")
 
 
 def has_plain_strides(tensor: torch.Tensor) -> bool:

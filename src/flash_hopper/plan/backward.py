@@ -13,14 +13,15 @@ from flash_hopper.geometry.arith import round_up
 from flash_hopper.plan.forward import HDIM_STEP
 from flash_hopper.plan.tables.backward import (
     DkdvTile,
-    DqTile,
     choose_dkdv_tile,
     choose_dq_tile,
     choose_fused_tile,
 )
 from flash_hopper.problem.attention import AttentionProblem
 from flash_hopper.problem.dtypes import DType
+from flash_hopper.problem.mask import MaskKind
 
+WINDOWED = ("local", "chunk")
 PIECE_COLS = 64
 DQ_PIECE = 64 * PIECE_COLS  # dQ is added up in pieces of 64 x 64 float32 values
 STATISTICS_ROWS = 16  # rows of the statistics are padded to a multiple of this and of the key-parallel kernel's tile_m
@@ -30,13 +31,15 @@ STATISTICS_ROWS = 16  # rows of the statistics are padded to a multiple of this 
 class PreprocessPlan:
     """Compile-time choices of the preprocess kernel: D = rowsum(dO o O) - dLSE, and LSE in base 2.
 
-    `cleared_hdim`: columns of the dQ accumulator, which it clears; 0 if there is none.
+    `cleared_hdim`: columns of the dQ accumulator, which it clears; 0 if there is none. `is_ragged`: rows of the statistics
+    are padded sequences, found in a table on the device.
     """
 
     dtype: DType
     threads_per_row: int
     has_dlse: bool
     cleared_hdim: int
+    is_ragged: bool
 
     kind = "preprocess"
 
@@ -44,12 +47,16 @@ class PreprocessPlan:
     def name(self) -> str:
         """Readable and unique among preprocess plans."""
         flags = ("_dlse" if self.has_dlse else "") + (f"_clear{self.cleared_hdim}" if self.cleared_hdim else "")
+        flags += "_ragged" if self.is_ragged else ""
         return f"preprocess_{self.dtype}_t{self.threads_per_row}{flags}"
 
 
 @dataclass(frozen=True, slots=True)
 class BackwardDqPlan:
-    """Compile-time choices of the query-parallel kernel: 64 query rows per consumer warpgroup, tile_n keys a step."""
+    """Compile-time choices of the query-parallel kernel: 64 query rows per consumer warpgroup, tile_n keys a step.
+
+    `accumulates` adds dQ to float32 values in memory instead of storing it in the dtype.
+    """
 
     dtype: DType
     tile_hdim: int
@@ -60,9 +67,16 @@ class BackwardDqPlan:
     v_stages: int
     has_pingpong: bool
     scheduler: Literal["static", "dynamic"]
-    is_causal: bool
+    mask: MaskKind
+    is_ragged: bool
+    accumulates: bool
 
     kind = "backward_dq"
+
+    @property
+    def is_windowed(self) -> bool:
+        """The mask cuts at both ends, by run-time bounds."""
+        return self.mask in WINDOWED
 
     @property
     def consumer_warpgroups(self) -> int:
@@ -74,8 +88,10 @@ class BackwardDqPlan:
         """Readable and unique among these plans."""
         return (
             f"backward_dq_{self.dtype}_d{self.tile_hdim}_dv{self.tile_hdimv}_{self.tile_m}x{self.tile_n}"
-            f"_k{self.k_stages}v{self.v_stages}_{'causal' if self.is_causal else 'full'}_{self.scheduler}"
+            f"_k{self.k_stages}v{self.v_stages}_{self.mask}_{self.scheduler}"
             + ("_pingpong" if self.has_pingpong else "")
+            + ("_ragged" if self.is_ragged else "")
+            + ("_acc" if self.accumulates else "")
         )
 
 
@@ -87,7 +103,7 @@ class BackwardDkdvPlan:
     Otherwise each warpgroup owns 64 keys and does everything for them; `is_deferred` issues a block's dV and dK together
     with the next block's S and dP, for which registers must suffice and three stages are needed. `adds_dq` also computes
     dQ and adds it to a float32 accumulator in memory, in any order (not deterministic); `adds_dkdv` does so with dK and
-    dV of each query head, which share a key head.
+    dV of each query head, which share a key head. `accumulates` adds finished dK and dV to float32 values in memory.
     """
 
     dtype: DType
@@ -102,9 +118,16 @@ class BackwardDkdvPlan:
     adds_dq: bool
     adds_dkdv: bool
     scheduler: Literal["static", "dynamic"]
-    is_causal: bool
+    mask: MaskKind
+    is_ragged: bool
+    accumulates: bool
 
     kind = "backward_dkdv"
+
+    @property
+    def is_windowed(self) -> bool:
+        """The mask cuts at both ends, by run-time bounds."""
+        return self.mask in WINDOWED
 
     @property
     def consumer_warpgroups(self) -> int:
@@ -116,7 +139,7 @@ class BackwardDkdvPlan:
         """Readable and unique among these plans."""
         return (
             f"backward_dkdv_{self.dtype}_d{self.tile_hdim}_dv{self.tile_hdimv}_{self.tile_m}x{self.tile_n}"
-            f"_q{self.q_stages}do{self.do_stages}_{'causal' if self.is_causal else 'full'}_{self.scheduler}"
+            f"_q{self.q_stages}do{self.do_stages}_{self.mask}_{self.scheduler}"
             + (
                 "_split"
                 if self.splits_roles
@@ -128,23 +151,37 @@ class BackwardDkdvPlan:
                 if self.adds_dq
                 else ""
             )
+            + ("_ragged" if self.is_ragged else "")
+            + ("_acc" if self.accumulates else "")
         )
 
 
 @dataclass(frozen=True, slots=True)
 class PostprocessPlan:
-    """Compile-time choices of the postprocess kernel: the float32 accumulator of dQ to dQ, or that of dK or dV."""
+    """Compile-time choices of the postprocess kernel: the float32 accumulator of dQ to dQ, or that of dK or dV.
+
+    `accumulates` adds to float32 values in memory instead of storing in the dtype. `ragged_side`: whose padded sequences the
+    rows of the accumulator are, found in a table on the device; "" for a dense batch.
+    """
 
     dtype: DType
     tile_m: int
     tile_hdim: int
+    accumulates: bool
+    ragged_side: Literal["", "q", "k"]
 
     kind = "postprocess"
 
     @property
+    def is_ragged(self) -> bool:
+        """The accumulator holds padded sequences."""
+        return self.ragged_side != ""
+
+    @property
     def name(self) -> str:
         """Readable and unique among postprocess plans."""
-        return f"postprocess_{self.dtype}_{self.tile_m}x{self.tile_hdim}"
+        flags = (f"_ragged_{self.ragged_side}" if self.ragged_side else "") + ("_acc" if self.accumulates else "")
+        return f"postprocess_{self.dtype}_{self.tile_m}x{self.tile_hdim}{flags}"
 
 
 BackwardKernelPlan = PreprocessPlan | BackwardDqPlan | BackwardDkdvPlan | PostprocessPlan
@@ -173,18 +210,22 @@ class BackwardPlans:
 
 @dataclass(frozen=True, slots=True)
 class BackwardRequest:
-    """What a backward call must deliver beyond its forward problem."""
+    """What a backward call must deliver beyond its forward problem.
+
+    `accumulates`: gradients are added, in float32, to what the caller gives.
+    """
 
     needs_dq: bool
     needs_dkdv: bool
     has_dlse: bool
     is_deterministic: bool
+    accumulates: bool = False
 
 
 def plan_backward(problem: AttentionProblem, request: BackwardRequest) -> BackwardPlans:
     """The plans for a problem and what is asked of its backward."""
     hdim, hdimv = round_up(problem.head_dim, HDIM_STEP), round_up(problem.head_dim_v, HDIM_STEP)
-    threads_per_row = 8 if hdimv <= 64 else 16
+    threads_per_row, is_ragged = 8 if hdimv <= 64 else 16, problem.ragged is not None
     fused = choose_fused_tile(hdim, hdimv)
     if fused is not None and request.needs_dq and request.needs_dkdv and not request.is_deterministic:
         hdim = 2 * DQ_PIECE // fused.m  # two pieces of dQ a query block, one a warpgroup
@@ -192,28 +233,48 @@ def plan_backward(problem: AttentionProblem, request: BackwardRequest) -> Backwa
         if is_grouped:
             hdimv = round_up(hdimv, PIECE_COLS)
         return BackwardPlans(
-            PreprocessPlan(problem.dtype, threads_per_row, request.has_dlse, hdim),
-            _dkdv_plan(problem, fused, hdim, hdimv, adds_dq=True, adds_dkdv=is_grouped),
+            PreprocessPlan(problem.dtype, threads_per_row, request.has_dlse, hdim, is_ragged),
+            _dkdv_plan(problem, request, fused, hdim, hdimv, adds_dq=True, adds_dkdv=is_grouped),
             None,
-            PostprocessPlan(problem.dtype, fused.m, hdim),
-            PostprocessPlan(problem.dtype, 2 * DQ_PIECE // hdim, hdim) if is_grouped else None,
-            PostprocessPlan(problem.dtype, 2 * DQ_PIECE // hdimv, hdimv) if is_grouped else None,
+            _postprocess_plan(problem, request, hdim, "q"),
+            _postprocess_plan(problem, request, hdim, "k") if is_grouped else None,
+            _postprocess_plan(problem, request, hdimv, "k") if is_grouped else None,
         )
     return BackwardPlans(
-        PreprocessPlan(problem.dtype, threads_per_row, request.has_dlse, 0),
-        _dkdv_plan(problem, choose_dkdv_tile(hdim, hdimv), hdim, hdimv) if request.needs_dkdv else None,
-        _dq_plan(problem, choose_dq_tile(hdim, hdimv, problem.causal), hdim, hdimv) if request.needs_dq else None,
+        PreprocessPlan(problem.dtype, threads_per_row, request.has_dlse, 0, is_ragged),
+        _dkdv_plan(problem, request, choose_dkdv_tile(hdim, hdimv), hdim, hdimv) if request.needs_dkdv else None,
+        _dq_plan(problem, request, hdim, hdimv) if request.needs_dq else None,
         None,
     )
 
 
-def _scheduler(problem: AttentionProblem) -> Literal["static", "dynamic"]:
-    return "dynamic" if problem.causal else "static"
+def _mask(problem: AttentionProblem) -> MaskKind:
+    return problem.mask.simplified(problem.seqlen_q, problem.seqlen_k).kind
+
+
+def _scheduler(problem: AttentionProblem, mask: MaskKind) -> Literal["static", "dynamic"]:
+    """Tiles of full attention to a dense batch cost the same."""
+    return "static" if mask == "full" and problem.ragged is None else "dynamic"
+
+
+def _postprocess_plan(
+    problem: AttentionProblem, request: BackwardRequest, hdim: int, side: Literal["q", "k"]
+) -> PostprocessPlan:
+    """Two pieces a CTA."""
+    ragged_side: Literal["", "q", "k"] = "" if problem.ragged is None else side
+    return PostprocessPlan(problem.dtype, 2 * DQ_PIECE // hdim, hdim, request.accumulates, ragged_side)
 
 
 def _dkdv_plan(
-    problem: AttentionProblem, tile: DkdvTile, hdim: int, hdimv: int, adds_dq: bool = False, adds_dkdv: bool = False
+    problem: AttentionProblem,
+    request: BackwardRequest,
+    tile: DkdvTile,
+    hdim: int,
+    hdimv: int,
+    adds_dq: bool = False,
+    adds_dkdv: bool = False,
 ) -> BackwardDkdvPlan:
+    mask = _mask(problem)
     return BackwardDkdvPlan(
         dtype=problem.dtype,
         tile_hdim=hdim,
@@ -226,12 +287,16 @@ def _dkdv_plan(
         is_deferred=tile.is_deferred,
         adds_dq=adds_dq,
         adds_dkdv=adds_dkdv,
-        scheduler=_scheduler(problem),
-        is_causal=problem.causal,
+        scheduler=_scheduler(problem, mask),
+        mask=mask,
+        is_ragged=problem.ragged is not None,
+        accumulates=request.accumulates and not adds_dkdv,
     )
 
 
-def _dq_plan(problem: AttentionProblem, tile: DqTile, hdim: int, hdimv: int) -> BackwardDqPlan:
+def _dq_plan(problem: AttentionProblem, request: BackwardRequest, hdim: int, hdimv: int) -> BackwardDqPlan:
+    mask = _mask(problem)
+    tile = choose_dq_tile(hdim, hdimv, is_full=mask == "full")
     return BackwardDqPlan(
         dtype=problem.dtype,
         tile_hdim=hdim,
@@ -241,6 +306,8 @@ def _dq_plan(problem: AttentionProblem, tile: DqTile, hdim: int, hdimv: int) -> 
         k_stages=tile.k_stages,
         v_stages=tile.v_stages,
         has_pingpong=tile.has_pingpong,
-        scheduler=_scheduler(problem),
-        is_causal=problem.causal,
+        scheduler=_scheduler(problem, mask),
+        mask=mask,
+        is_ragged=problem.ragged is not None,
+        accumulates=request.accumulates,
     )

@@ -30,15 +30,21 @@ def forward_smem_bytes(
     q = tile.m * hdim * q_stages
     kv = tile.n * (hdim + hdimv) * kv_stages
     o = tile.m * hdimv
-    # O in Q's buffer: one Q stage, as large as the larger of the two
-    return (max(q, o) + kv if o_aliases_q else q + kv + o) * itemsize
+    # O in its tile's stage of Q, as large as the larger of the two
+    return (max(q, o * q_stages) + kv if o_aliases_q else q + kv + o) * itemsize
+
+
+# (stages of Q, stages of K and V, O in Q's buffer), the best first. Usually a second stage of Q comes first, as it hides the
+# tile's start, then a buffer for O.
+USUAL = ((2, 2, False), (1, 2, False), (1, 2, True))
+DEEP = ((2, 4, True), (2, 3, True), *USUAL)
 
 
 def choose_buffers(tile: Tile, hdim: int, hdimv: int, itemsize: int) -> Buffers:
-    """The richest layout that fits: a second Q stage first (it hides the tile's start), then O in a buffer of its own."""
+    """The best layout that fits."""
     room = SMEM_LIMIT_BYTES - SMEM_RESERVED_BYTES - SMEM_BARRIER_BYTES
     wanted = []
-    for q_stages, kv_stages, o_aliases_q in ((2, 2, False), (1, 2, False), (1, 2, True)):
+    for q_stages, kv_stages, o_aliases_q in DEEP if tile.is_deep else USUAL:
         size = forward_smem_bytes(tile, hdim, hdimv, itemsize, q_stages, kv_stages, o_aliases_q)
         if size <= room:
             return Buffers(q_stages, kv_stages, o_aliases_q, size)

@@ -8,12 +8,13 @@ threads, registers and barrier arrivals. No GPU, no torch, no DSL.
 from dataclasses import dataclass
 from typing import Literal
 
-from flash_hopper.geometry.arith import round_up
+from flash_hopper.geometry.arith import ceil_div, round_up
 from flash_hopper.plan.budget import choose_buffers
 from flash_hopper.plan.tables.forward import choose_tile
 from flash_hopper.problem.attention import AttentionProblem
 from flash_hopper.problem.dtypes import DType
 from flash_hopper.problem.features import Feature
+from flash_hopper.problem.mask import Mask, MaskKind
 
 HDIM_STEP = 32  # head dims are padded to this in shared memory: one 64-byte swizzle row of a 16-bit type
 
@@ -24,8 +25,9 @@ class ForwardPlan:
 
     `tile_m` query rows (64 per consumer warpgroup) and `tile_n` keys per step; head dims rounded up to `HDIM_STEP`, the
     real ones are run-time sizes. `q_stages` > 1 loads the next tile's Q during this tile; with `o_aliases_q` the output
-    is staged in Q's buffer. `is_causal` masks bottom-right; `negates_scores` serves a negative softmax scale; `has_lse`
-    stores the log-sum-exp. `scheduler` says how persistent CTAs find their next tile.
+    is staged in Q's buffer. `mask` says which bounds the kernel knows; `negates_scores` serves a negative softmax scale;
+    `has_lse` stores the log-sum-exp. `scheduler` says how persistent CTAs find their next tile; `is_ragged` that sequences
+    are described by a table on the device.
     """
 
     dtype: DType
@@ -38,7 +40,8 @@ class ForwardPlan:
     o_aliases_q: bool
     has_pingpong: bool
     scheduler: Literal["static", "dynamic"]
-    is_causal: bool
+    mask: MaskKind
+    is_ragged: bool
     has_lse: bool
     negates_scores: bool
 
@@ -53,8 +56,9 @@ class ForwardPlan:
     def name(self) -> str:
         """Readable and unique among forward plans, e.g. for symbols, cache listings and tests."""
         flags = [
-            "causal" if self.is_causal else "full",
+            self.mask,
             self.scheduler,
+            *(["ragged"] if self.is_ragged else []),
             *(["lse"] if self.has_lse else []),
             *(["neg"] if self.negates_scores else []),
             *(["pingpong"] if self.has_pingpong else []),
@@ -67,7 +71,8 @@ class ForwardPlan:
 def plan_forward(problem: AttentionProblem) -> ForwardPlan:
     """The plan for a problem. Depends on dtype, head dims, flags and, for the tile height, on the lengths."""
     hdim, hdimv = round_up(problem.head_dim, HDIM_STEP), round_up(problem.head_dim_v, HDIM_STEP)
-    tile = choose_tile(hdim, hdimv, problem.causal, problem.seqlen_q)
+    mask = problem.mask.simplified(problem.seqlen_q, problem.seqlen_k)
+    tile = choose_tile(hdim, hdimv, mask.kind, _typical_rows(problem, mask))
     buffers = choose_buffers(tile, hdim, hdimv, problem.dtype.itemsize)
     return ForwardPlan(
         dtype=problem.dtype,
@@ -79,8 +84,23 @@ def plan_forward(problem: AttentionProblem) -> ForwardPlan:
         kv_stages=buffers.kv_stages,
         o_aliases_q=buffers.o_aliases_q,
         has_pingpong=tile.has_pingpong,
-        scheduler="dynamic" if problem.causal else "static",
-        is_causal=problem.causal,
+        scheduler="static" if mask.kind == "full" and problem.ragged is None else "dynamic",
+        mask=mask.kind,
+        is_ragged=problem.ragged is not None,
         has_lse=Feature.LSE in problem.features,
         negates_scores=Feature.NEGATIVE_SCALE in problem.features,
     )
+
+
+def _typical_rows(problem: AttentionProblem, mask: Mask) -> int:
+    """The length by which a tile is chosen: that of a sequence, or how far a window reaches if that is less. Of a ragged
+    batch the longest sequence as far as the caller says, in powers of two so that few hints are told apart."""
+    rows, ragged = problem.seqlen_q, problem.ragged
+    if ragged is not None:
+        hint = ragged.max_seqlen_q
+        rows = ceil_div(ragged.rows_q, max(problem.batch, 1)) if hint is None else 1 << max(hint - 1, 0).bit_length()
+    if mask.chunk:
+        return min(rows, mask.chunk)
+    if mask.left is not None:
+        return min(rows, mask.left + (mask.right or 0) + 1)
+    return rows

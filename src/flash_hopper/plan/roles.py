@@ -15,7 +15,8 @@ WARP = 32
 WARPGROUP = 128
 REGISTER_FILE = 65_536
 STATISTIC_BYTES = 4  # LSE or D of one row
-TILE_SLOTS = 2  # tiles whose coordinates the producer may post ahead of the consumers
+PRODUCER, SCHEDULER = 0, 1  # warps of the first warpgroup
+TILE_SLOTS = 2  # tiles that may be posted and not read by everybody
 # (producer, consumer) registers a thread by number of consumer warpgroups, steps of 8. A producer with 24 spills in
 # the causal forward at head dim 224; the key-parallel backward needs every register in its consumers.
 REGISTERS = {1: (56, 256), 2: (40, 232), 3: (32, 160), 4: (24, 112)}
@@ -65,10 +66,15 @@ class HasConsumers(Protocol):
 
 def roles_of(plan: HasConsumers) -> Roles:
     """Roles of a plan's kernel, checked."""
-    table = KEY_PARALLEL_REGISTERS if plan.kind == "backward_dkdv" else REGISTERS
+    table = KEY_PARALLEL_REGISTERS if isinstance(plan, BackwardDkdvPlan) and not _has_room(plan) else REGISTERS
     roles = Roles(plan.consumer_warpgroups, *table[plan.consumer_warpgroups])
     roles.check_registers()
     return roles
+
+
+def _has_room(plan: BackwardDkdvPlan) -> bool:
+    """True if the consumers of a key-parallel kernel can do with fewer registers, and its producer needs more."""
+    return plan.splits_roles and plan.is_ragged
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +95,7 @@ def forward_pipelines(plan: ForwardPlan) -> dict[str, PipelineSpec]:
         PipelineSpec("q", plan.q_stages, warps, plan.tile_m * plan.tile_hdim * size),
         PipelineSpec("k", plan.kv_stages, warps, plan.tile_n * plan.tile_hdim * size),
         PipelineSpec("v", plan.kv_stages, warps, plan.tile_n * plan.tile_hdimv * size),
-        PipelineSpec("tile", TILE_SLOTS, warps, 0),
+        PipelineSpec("tile", TILE_SLOTS, warps + 1, 0),  # the producer reads, too
     ]
     return {spec.name: spec for spec in specs}
 
@@ -102,13 +108,14 @@ def backward_dq_pipelines(plan: BackwardDqPlan) -> dict[str, PipelineSpec]:
         PipelineSpec("rows", 1, warps, plan.tile_m * (plan.tile_hdim + plan.tile_hdimv) * size),
         PipelineSpec("k", plan.k_stages, warps, plan.tile_n * plan.tile_hdim * size),
         PipelineSpec("v", plan.v_stages, warps, plan.tile_n * plan.tile_hdimv * size),
-        PipelineSpec("tile", TILE_SLOTS, warps, 0),
+        PipelineSpec("tile", TILE_SLOTS, warps + 1, 0),  # the producer reads, too
     ]
     return {spec.name: spec for spec in specs}
 
 
 def backward_dkdv_pipelines(plan: BackwardDkdvPlan) -> dict[str, PipelineSpec]:
-    """Pipelines of the key-parallel backward kernel: keys (K and V of a tile), q with LSE, do with D, tile."""
+    """Pipelines of the key-parallel backward kernel: keys (K and V of a tile), q with LSE, do with D, tile; with split roles
+    p, from one consumer warpgroup to the other."""
     warps = roles_of(plan).consumer_warps
     size = plan.dtype.itemsize
     specs = [
@@ -116,5 +123,6 @@ def backward_dkdv_pipelines(plan: BackwardDkdvPlan) -> dict[str, PipelineSpec]:
         PipelineSpec("q", plan.q_stages, warps, plan.tile_m * (plan.tile_hdim * size + STATISTIC_BYTES)),
         PipelineSpec("do", plan.do_stages, warps, plan.tile_m * (plan.tile_hdimv * size + STATISTIC_BYTES)),
         PipelineSpec("tile", TILE_SLOTS, warps + plan.adds_dq, 0),  # the dQ writer reads coordinates, too
+        *([PipelineSpec("p", 1, WARPGROUP, 0)] if plan.splits_roles else []),  # every thread reads its own part
     ]
     return {spec.name: spec for spec in specs}

@@ -1,18 +1,20 @@
 """The CPU backend: the tile algorithm of the kernels, written in torch, with gradients.
 
-For each block of query rows the key blocks are visited from the last to the first with an online softmax in base 2:
+For each block of query rows the key blocks that it sees are visited from the last to the first with an online softmax
+in base 2:
 
     c = |softmax_scale| log2(e),  S = sign(softmax_scale) Q K^T
     m' = max(m, rowmax S),  P = 2^((S - m') c),  l = l 2^((m - m') c) + rowsum P,  O = O 2^((m - m') c) + P V
     out = O / l,  lse = (m c + log2 l) ln 2
 
-Matrix products and softmax are float32 (float64 for float64 inputs); P is rounded to the input dtype in front of P
-V, as the tensor cores need it. The query heads of a key head are rows of one tile, so K and V are never repeated,
-and all (batch, key head) pairs go through a step together. `launch` calls it for CPU tensors; it runs on any device
-and is not tuned for speed.
+Matrix products and softmax are float32 (float64 for float64 inputs); P is rounded to the input dtype in front of P V,
+as the tensor cores need it. The query heads of a key head are rows of one tile, so K and V are never repeated, and all
+(batch, key head) pairs go through a step together; the sequences of a ragged batch go one by one. `launch` calls it for
+CPU tensors; dense calls run on any device. It is not tuned for speed.
 """
 
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -20,9 +22,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from flash_hopper.geometry.arith import ceil_div
-from flash_hopper.geometry.blocks import key_blocks, visible_keys
+from flash_hopper.geometry.blocks import key_blocks
+from flash_hopper.geometry.masks import UNBOUNDED, Lengths, MaskBounds, visible_keys
 from flash_hopper.problem.dtypes import DType
 from flash_hopper.problem.features import Feature
+from flash_hopper.problem.mask import FULL, Mask
+from flash_hopper.reference.spans import Sequence, sequences
 
 DTYPES = (DType.BF16, DType.FP16, DType.FP32, DType.FP64)
 """Element types that this backend computes."""
@@ -35,6 +40,10 @@ SUPPORTED = frozenset(
         Feature.NEGATIVE_SCALE,
         Feature.LSE,
         Feature.GRADIENT,
+        Feature.WINDOW,
+        Feature.CHUNK,
+        Feature.VARLEN,
+        Feature.SEQUSED,
         Feature.PACK_GQA,  # a tile always holds all query heads of its key head
         Feature.DETERMINISTIC,
         Feature.SM_MARGIN,  # no SM is used, so any number of them stays free
@@ -51,30 +60,61 @@ def attention(
     v: Tensor,
     *,
     softmax_scale: float,
-    causal: bool,
+    mask: Mask = FULL,
     tile_m: int = TILE_M,
     tile_n: int = TILE_N,
 ) -> tuple[Tensor, Tensor]:
     """Attention of q (batch, seqlen_q, heads, d), k (batch, seqlen_k, heads_k, d), v (batch, seqlen_k, heads_k, dv).
 
     Returns out (batch, seqlen_q, heads, dv) in q's dtype, contiguous, and lse (batch, heads, seqlen_q), natural
-    log, in float32 (float64 for float64 inputs). Both are differentiable, once. Causal is aligned bottom-right; a
+    log, in float32 (float64 for float64 inputs). Both are differentiable, once. Masks are aligned bottom-right; a
     row that sees no key has out = 0, lse = -inf and zero gradients. Sizes may be 0; the scale may be negative or
     zero. The arguments have been checked by `problem.attention_problem`; tile sizes change the order of sums and
     nothing else.
     """
-    settings = _Settings(softmax_scale, causal, tile_m, tile_n)
+    settings = _Settings(softmax_scale, mask, tile_m, tile_n)
+    out, lse = _TiledAttention.apply(q, k, v, settings)  # type: ignore[no-untyped-call]
+    return out, lse
+
+
+def varlen_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    softmax_scale: float,
+    mask: Mask = FULL,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    tile_m: int = TILE_M,
+    tile_n: int = TILE_N,
+) -> tuple[Tensor, Tensor]:
+    """Attention of each sequence of a ragged batch, aligned by its own used lengths; see `problem/ragged.py` for these.
+
+    q: (total_q, heads, d) with cu_seqlens_q (batch + 1,) int32, else (batch, seqlen_q, heads, d); k, v likewise;
+    seqused_*: (batch,) int32. Returns out like q with dv behind and lse (heads, total_q) if q is packed, else (batch,
+    heads, seqlen_q); the rest as for `attention`. Rows of no sequence are not read; they have out = 0, lse = -inf and
+    zero gradients. Raises ArgumentError for lengths that cannot be.
+    """
+    layout = sequences(q, k, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    settings = _Settings(softmax_scale, mask, tile_m, tile_n, layout)
     out, lse = _TiledAttention.apply(q, k, v, settings)  # type: ignore[no-untyped-call]
     return out, lse
 
 
 class _Settings(NamedTuple):
-    """What is no tensor. `sign` and `scale_log2` fold the softmax scale as the module says."""
+    """What is no tensor; `layout` is None for a dense batch.
+
+    `sign` and `scale_log2` fold the softmax scale as the module says.
+    """
 
     softmax_scale: float
-    causal: bool
-    tile_m: int
-    tile_n: int
+    mask: Mask
+    tile_m: int = TILE_M
+    tile_n: int = TILE_N
+    layout: tuple[Sequence, ...] | None = None
 
     @property
     def sign(self) -> float:
@@ -92,7 +132,7 @@ class _TiledAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, settings: _Settings) -> tuple[Tensor, Tensor]:
         with torch.autocast(q.device.type, enabled=False):
-            out, lse = _forward(q, k, v, settings)
+            out, lse = _any_forward(q, k, v, settings)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.settings = settings
         ctx.set_materialize_grads(False)
@@ -105,7 +145,7 @@ class _TiledAttention(torch.autograd.Function):
         if d_out is None and d_lse is None:
             return None, None, None, None
         with torch.autocast(q.device.type, enabled=False):
-            return *_backward(q, k, v, out, lse, d_out, d_lse, ctx.settings), None
+            return *_any_backward(q, k, v, out, lse, d_out, d_lse, ctx.settings), None
 
 
 def gradients(
@@ -118,14 +158,82 @@ def gradients(
     d_lse: Tensor | None,
     *,
     softmax_scale: float,
-    causal: bool,
+    mask: Mask = FULL,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv in the inputs' dtype, given what `attention` took and returned and the gradients of out and lse.
 
     d_out and d_lse may have any strides; None stands for zeros. What autograd calls for `attention`, on its own.
     """
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-        return _backward(q, k, v, out, lse, d_out, d_lse, _Settings(softmax_scale, causal, TILE_M, TILE_N))
+        return _any_backward(q, k, v, out, lse, d_out, d_lse, _Settings(softmax_scale, mask))
+
+
+def varlen_gradients(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    d_out: Tensor | None,
+    d_lse: Tensor | None,
+    *,
+    softmax_scale: float,
+    mask: Mask = FULL,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`gradients` for what `varlen_attention` took and returned; rows of no sequence are read in none of them."""
+    layout = sequences(q, k, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    settings = _Settings(softmax_scale, mask, layout=layout)
+    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+        return _any_backward(q, k, v, out, lse, d_out, d_lse, settings)
+
+
+def _any_forward(q: Tensor, k: Tensor, v: Tensor, settings: _Settings) -> tuple[Tensor, Tensor]:
+    """A dense batch at once, or the sequences of a ragged one by one."""
+    if settings.layout is None:
+        return _forward(q, k, v, settings)
+    *rows, heads, _ = q.shape
+    out = q.new_zeros((*rows, heads, v.shape[-1]))
+    lse = q.new_full((*rows[:-1], heads, rows[-1]), -torch.inf, dtype=_accumulator_dtype(q.dtype))
+    for span_q, span_k in settings.layout:
+        some_out, some_lse = _forward(span_q.rows(q), span_k.rows(k), span_k.rows(v), settings)
+        span_q.rows(out).copy_(some_out)
+        span_q.columns(lse).copy_(some_lse)
+    return out, lse
+
+
+def _any_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    d_out: Tensor | None,
+    d_lse: Tensor | None,
+    settings: _Settings,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv of a dense batch at once, or of the sequences of a ragged one by one."""
+    if settings.layout is None:
+        return _backward(q, k, v, out, lse, d_out, d_lse, settings)
+    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    for span_q, span_k in settings.layout:
+        some_dq, some_dk, some_dv = _backward(
+            span_q.rows(q),
+            span_k.rows(k),
+            span_k.rows(v),
+            span_q.rows(out),
+            span_q.columns(lse),
+            None if d_out is None else span_q.rows(d_out),
+            None if d_lse is None else span_q.columns(d_lse),
+            settings,
+        )
+        span_q.rows(dq).copy_(some_dq)
+        span_k.rows(dk).copy_(some_dk)
+        span_k.rows(dv).copy_(some_dv)
+    return dq, dk, dv
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, settings: _Settings) -> tuple[Tensor, Tensor]:
@@ -138,18 +246,12 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, settings: _Settings) -> tuple[Tens
         return out, lse
     rows_q, keys, values = _query_rows(q, heads_k, wide), _key_rows(k, wide), _key_rows(v, wide)
     out_rows, lse_rows = _grouped(out, heads_k), torch.unflatten(lse, 1, (heads_k, -1))
-    for m_block in range(ceil_div(seqlen_q, settings.tile_m)):
-        rows = _block(m_block, settings.tile_m, seqlen_q)
+    for rows, steps in _steps(Lengths(seqlen_q, seqlen_k), settings, q.device):
         tile, state = rows_q[:, :, :, rows], None
-        blocks = key_blocks(rows.start, settings.tile_m, seqlen_q, seqlen_k, settings.tile_n, settings.causal)
-        for n_block in reversed(range(blocks.end)):
-            cols = _block(n_block, settings.tile_n, seqlen_k)
+        for cols, hidden in steps:
             scores = _scores(tile, keys[:, :, cols], settings.sign)
-            hidden = None
-            if settings.causal and n_block >= blocks.full:
-                hidden = _hidden_keys(rows, cols, seqlen_q, seqlen_k, q.device)
             state = _online_softmax_step(state, scores, hidden, values[:, :, cols], settings.scale_log2, q.dtype)
-        assert state is not None, f"no key block for rows {rows}: {blocks}"
+        assert state is not None, f"no key block for rows {rows}"
         blind = state.total == 0
         total = state.total.masked_fill(blind, 1.0)
         out_rows[:, :, :, rows] = (state.acc / total.unsqueeze(-1)).to(q.dtype)
@@ -218,16 +320,13 @@ def _backward(
     # a row without keys gets P = 0 and no gradient, whatever comes back through its lse
     dots, lse_log2 = dots.masked_fill(blind, 0.0), lse_rows.masked_fill(blind, torch.inf) * math.log2(math.e)
     dq, dk, dv = torch.zeros_like(rows_q), torch.zeros_like(keys), torch.zeros_like(values)
-    for m_block in range(ceil_div(seqlen_q, settings.tile_m)):
-        rows = _block(m_block, settings.tile_m, seqlen_q)
+    for rows, steps in _steps(Lengths(seqlen_q, seqlen_k), settings, q.device):
         tile, d_tile = rows_q[:, :, :, rows], d_rows[:, :, :, rows]
-        blocks = key_blocks(rows.start, settings.tile_m, seqlen_q, seqlen_k, settings.tile_n, settings.causal)
-        for n_block in reversed(range(blocks.end)):
-            cols = _block(n_block, settings.tile_n, seqlen_k)
+        for cols, hidden in steps:
             scores = _scores(tile, keys[:, :, cols], settings.sign)
             weights = torch.exp2(scores * settings.scale_log2 - lse_log2[:, :, :, rows].unsqueeze(-1))
-            if settings.causal and n_block >= blocks.full:
-                weights = weights.masked_fill(_hidden_keys(rows, cols, seqlen_q, seqlen_k, q.device), 0.0)
+            if hidden is not None:
+                weights = weights.masked_fill(hidden, 0.0)
             d_weights = _scores(d_tile, values[:, :, cols], 1.0)
             d_scores = _rounded(weights * (d_weights - dots[:, :, :, rows].unsqueeze(-1)), q.dtype)
             dv[:, :, cols] += _transposed_times(_rounded(weights, q.dtype), d_tile)
@@ -281,7 +380,41 @@ def _transposed_times(weights: Tensor, rows: Tensor) -> Tensor:
     return weights.flatten(2, 3).transpose(2, 3) @ rows.flatten(2, 3)
 
 
-def _hidden_keys(rows: slice, cols: slice, seqlen_q: int, seqlen_k: int, device: torch.device) -> Tensor:
-    """(rows, cols) booleans: True where a causal row does not see a key."""
-    seen = [visible_keys(row, seqlen_q, seqlen_k, is_causal=True) for row in range(rows.start, rows.stop)]
-    return torch.arange(cols.start, cols.stop, device=device) >= torch.tensor(seen, device=device)[:, None]
+class _Step(NamedTuple):
+    """Keys `cols` of one block; `hidden` (rows, cols) is True where a row does not see a key, None if all see all."""
+
+    cols: slice
+    hidden: Tensor | None
+
+
+def _steps(lengths: Lengths, settings: _Settings, device: torch.device) -> Iterator[tuple[slice, Iterator[_Step]]]:
+    """Each block of query rows with the key blocks that it visits, in their order; for lengths.k > 0."""
+    bounds = _bounds(settings.mask.simplified(lengths.q, lengths.k))
+    for m_block in range(ceil_div(lengths.q, settings.tile_m)):
+        rows = _block(m_block, settings.tile_m, lengths.q)
+        yield rows, _key_steps(rows, lengths, settings.tile_m, settings.tile_n, bounds, device)
+
+
+def _key_steps(
+    rows: slice, lengths: Lengths, tile_m: int, tile_n: int, bounds: MaskBounds, device: torch.device
+) -> Iterator[_Step]:
+    blocks = key_blocks(rows.start, tile_m, lengths, tile_n, bounds)
+    limits = None if bounds.kind == "full" else _limits(rows, lengths, bounds, device)
+    for n_block in reversed(range(blocks.start, blocks.end)):
+        cols = _block(n_block, tile_n, lengths.k)
+        hidden = None
+        if limits is not None and not blocks.inner_start <= n_block < blocks.inner_end:
+            keys = torch.arange(cols.start, cols.stop, device=device)
+            hidden = (keys < limits[0]) | (keys >= limits[1])
+        yield _Step(cols, hidden)
+
+
+def _limits(rows: slice, lengths: Lengths, bounds: MaskBounds, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The first key that each row sees, and the first behind those: (rows, 1) each."""
+    first, end = zip(*(visible_keys(row, lengths, bounds) for row in range(rows.start, rows.stop)), strict=True)
+    return torch.tensor(first, device=device)[:, None], torch.tensor(end, device=device)[:, None]
+
+
+def _bounds(mask: Mask) -> MaskBounds:
+    left, right = (UNBOUNDED if end is None else end for end in (mask.left, mask.right))
+    return MaskBounds(mask.kind, left, right, mask.chunk)

@@ -25,10 +25,10 @@ class WrongResult(Exception):
 
 
 class Checked(NamedTuple):
-    """Exact rows of one tensor and head, and the allowance of each element."""
+    """Exact rows of one tensor and head of a sequence, and the allowance of each element."""
 
     name: str
-    batch: int
+    sequence: int
     head: int
     rows: list[int]
     want: torch.Tensor
@@ -36,16 +36,16 @@ class Checked(NamedTuple):
 
 
 def check_result(result: object, shape: BenchShape, inputs: Inputs, *, seqlen_dim: int = 1) -> None:
-    """Check out, (batch, seqlen, heads, head_dim_v), or a tuple that begins with it; raise WrongResult with the worst.
+    """Check out, (batch, seqlen, heads, head_dim_v) or packed (rows, heads, head_dim_v), or a tuple that begins with it; raise WrongResult with the worst.
 
     `seqlen_dim` is 2 for (batch, heads, seqlen, head_dim_v). Its terms are p_ij v_j.
     """
     out = result[0] if isinstance(result, tuple | list) else result
     if isinstance(out, torch.Tensor) and seqlen_dim == 2 and out.dim() == 4:
         out = out.transpose(1, 2)
-    out = _tensor("out", out, (shape.batch, shape.seqlen_q, shape.heads, shape.dv))
-    for batch, head in {(0, 0), (shape.batch - 1, shape.heads - 1)}:
-        _compare(out, _exact_out(shape, inputs, batch, head))
+    out = _tensor("out", out, (*shape.rows("q"), shape.heads, shape.dv))
+    for sequence, head in _places(shape, shape.heads):
+        _compare(shape, out, _exact_out(shape, inputs, sequence, head))
 
 
 def check_gradients(result: object, shape: BenchShape, inputs: Inputs) -> None:
@@ -61,7 +61,7 @@ def check_gradients(result: object, shape: BenchShape, inputs: Inputs) -> None:
         for name, gradient, like in zip(("dq", "dk", "dv"), result, (inputs.q, inputs.k, inputs.v), strict=True)
     }
     for checked in _exact_gradients(shape, inputs):
-        _compare(gradients[checked.name], checked)
+        _compare(shape, gradients[checked.name], checked)
 
 
 def _tensor(name: str, value: object, shape: tuple[int, ...]) -> torch.Tensor:
@@ -72,14 +72,29 @@ def _tensor(name: str, value: object, shape: tuple[int, ...]) -> torch.Tensor:
     return value
 
 
-def _compare(tensor: torch.Tensor, checked: Checked) -> None:
-    got = tensor[checked.batch, checked.rows, checked.head].double()
+def _places(shape: BenchShape, heads: int) -> set[tuple[int, int]]:
+    """(sequence, head) of what is looked at: the ends, and the longest sequence of a packed batch."""
+    ends = {(0, 0), (shape.batch - 1, heads - 1)}
+    lengths = [length for length, _ in shape.sequences]
+    return ends | {(lengths.index(max(lengths)), heads // 2)} if shape.is_ragged else ends
+
+
+def _of(shape: BenchShape, tensor: torch.Tensor, sequence: int) -> torch.Tensor:
+    """(rows, heads, dim) of one sequence; of a packed batch, which has as many keys as queries, some of the rows."""
+    if not shape.is_ragged:
+        return tensor[sequence]
+    first = sum(length for length, _ in shape.sequences[:sequence])
+    return tensor[first : first + shape.sequences[sequence][0]]
+
+
+def _compare(shape: BenchShape, tensor: torch.Tensor, checked: Checked) -> None:
+    got = _of(shape, tensor, checked.sequence)[checked.rows, checked.head].double()
     excess = (got - checked.want).abs() - checked.allowed
     if not bool((excess <= 0).all()):  # also catches NaN
         at = int(torch.nan_to_num(excess, nan=torch.inf).argmax())
         row, column = divmod(at, got.shape[1])
         raise WrongResult(
-            f"{checked.name}[{checked.batch}, {checked.rows[row]}, {checked.head}, {column}] is "
+            f"{checked.name}[{checked.sequence}, {checked.rows[row]}, {checked.head}, {column}] is "
             f"{float(got[row, column]):.6g}, float64 gives {float(checked.want[row, column]):.6g}, "
             f"allowed {float(checked.allowed[row, column]):.2g}"
         )
@@ -90,12 +105,16 @@ def _some(length: int) -> list[int]:
     return places
 
 
-def _probabilities(shape: BenchShape, q: torch.Tensor, k: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """softmax of the scores of some rows, (rows, seqlen_k); a row that sees no key is 0."""
+def _probabilities(
+    shape: BenchShape, q: torch.Tensor, k: torch.Tensor, rows: torch.Tensor, seqlen_q: int
+) -> torch.Tensor:
+    """softmax of the scores of some rows, (rows, keys); a row that sees no key is 0."""
     scores = q @ k.T * shape.problem.softmax_scale
+    diagonal, keys = rows[:, None] + len(k) - seqlen_q, torch.arange(len(k), device=q.device)
     if shape.causal:
-        last_key = rows[:, None] + shape.seqlen_k - shape.seqlen_q
-        scores = scores.masked_fill(torch.arange(shape.seqlen_k, device=q.device) > last_key, -torch.inf)
+        scores = scores.masked_fill(keys > diagonal, -torch.inf)
+    if shape.left is not None:
+        scores = scores.masked_fill(keys < diagonal - shape.left, -torch.inf)
     return torch.softmax(scores, dim=-1).nan_to_num(0.0)
 
 
@@ -109,38 +128,41 @@ def _spread(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return (left.square() @ right.square()).sqrt()
 
 
-def _exact_out(shape: BenchShape, inputs: Inputs, batch: int, head: int) -> Checked:
+def _exact_out(shape: BenchShape, inputs: Inputs, sequence: int, head: int) -> Checked:
     """Rows of out of one head."""
     head_k = head // (shape.heads // shape.heads_k)
-    rows = _some(shape.seqlen_q)
-    k, v = inputs.k[batch, :, head_k].double(), inputs.v[batch, :, head_k].double()
-    p = _probabilities(shape, inputs.q[batch, rows, head].double(), k, torch.tensor(rows, device=k.device))
+    q, k, v = (_of(shape, x, sequence) for x in (inputs.q, inputs.k, inputs.v))
+    rows = _some(len(q))
+    k, v = k[:, head_k].double(), v[:, head_k].double()
+    p = _probabilities(shape, q[rows, head].double(), k, torch.tensor(rows, device=k.device), len(q))
     want = p @ v
-    return Checked("out", batch, head, rows, want, _allowed(_spread(p, v), want, inputs.v.dtype))
+    return Checked("out", sequence, head, rows, want, _allowed(_spread(p, v), want, inputs.v.dtype))
 
 
 @lru_cache(maxsize=1)  # the providers of a shape share it
 def _exact_gradients(shape: BenchShape, inputs: Inputs) -> tuple[Checked, ...]:
     """Rows of dq, dk, dv for the first and the last key head and the query heads that share it."""
-    pairs = {(0, 0), (shape.batch - 1, shape.heads_k - 1)}
     with torch.no_grad():
         return tuple(
-            checked for batch, head_k in pairs for checked in _gradients_of_key_head(shape, inputs, batch, head_k)
+            checked
+            for sequence, head_k in _places(shape, shape.heads_k)
+            for checked in _gradients_of_key_head(shape, inputs, sequence, head_k)
         )
 
 
-def _gradients_of_key_head(shape: BenchShape, inputs: Inputs, batch: int, head_k: int) -> Iterator[Checked]:
+def _gradients_of_key_head(shape: BenchShape, inputs: Inputs, sequence: int, head_k: int) -> Iterator[Checked]:
     """dS_ij = p_ij (do_i v_j - D_i); dq_i = scale sum_j dS_ij k_j, dk_j = scale sum_i dS_ij q_i, dv_j = sum_i p_ij do_i."""
     scale, dtype = shape.problem.softmax_scale, inputs.v.dtype
-    k, v = inputs.k[batch, :, head_k].double(), inputs.v[batch, :, head_k].double()
-    rows, keys = _some(shape.seqlen_q), _some(shape.seqlen_k)
+    all_q, k, v, all_dout = (_of(shape, x, sequence) for x in (inputs.q, inputs.k, inputs.v, inputs.dout))
+    k, v = k[:, head_k].double(), v[:, head_k].double()
+    rows, keys = _some(len(all_q)), _some(len(k))
     dk, dv = torch.zeros_like(k[keys]), torch.zeros_like(v[keys])
     dk_squares, dv_squares = torch.zeros_like(dk), torch.zeros_like(dv)
     group = shape.heads // shape.heads_k
     for head in range(head_k * group, (head_k + 1) * group):
-        for part in torch.arange(shape.seqlen_q, device=k.device).split(max(1, SCORES_AT_ONCE // shape.seqlen_k)):
-            q, dout = inputs.q[batch, part, head].double(), inputs.dout[batch, part, head].double()
-            p = _probabilities(shape, q, k, part)
+        for part in torch.arange(len(all_q), device=k.device).split(max(1, SCORES_AT_ONCE // len(k))):
+            q, dout = all_q[part, head].double(), all_dout[part, head].double()
+            p = _probabilities(shape, q, k, part, len(all_q))
             delta, delta_squares = _delta(p, v, dout)
             p_keys = p[:, keys]
             ds = p_keys * (dout @ v[keys].T - delta)
@@ -153,9 +175,9 @@ def _gradients_of_key_head(shape: BenchShape, inputs: Inputs, batch: int, head_k
                 at = torch.tensor(here, device=k.device) - part[0]
                 ds = scale * p[at] * (dout[at] @ v.T - delta[at])
                 spread = _spread(ds, k) + abs(scale) * delta_squares[at].sqrt() * (p[at] @ k).abs()
-                yield Checked("dq", batch, head, here, ds @ k, _allowed(spread, ds @ k, dtype))
-    yield Checked("dk", batch, head_k, keys, dk, _allowed(dk_squares.sqrt(), dk, dtype))
-    yield Checked("dv", batch, head_k, keys, dv, _allowed(dv_squares.sqrt(), dv, dtype))
+                yield Checked("dq", sequence, head, here, ds @ k, _allowed(spread, ds @ k, dtype))
+    yield Checked("dk", sequence, head_k, keys, dk, _allowed(dk_squares.sqrt(), dk, dtype))
+    yield Checked("dv", sequence, head_k, keys, dv, _allowed(dv_squares.sqrt(), dv, dtype))
 
 
 def _delta(p: torch.Tensor, v: torch.Tensor, dout: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -45,12 +45,14 @@ class BenchRow:
     mhz: float | None = None
     watt: float | None = None
     error: str | None = None
+    left: int | None = None
+    lengths: str | None = None
 
     @property
     def cell(self) -> tuple[Any, ...]:
         """What rows must share to be compared."""
         sizes = (self.d, self.dv, self.causal, self.seqlen_q, self.seqlen_k, self.batch, self.heads, self.heads_k)
-        return (self.protocol, self.suite, self.direction, self.dtype, *sizes)
+        return (self.protocol, self.suite, self.direction, self.dtype, *sizes, self.left, self.lengths)
 
     @property
     def kind(self) -> str:
@@ -61,10 +63,18 @@ class BenchRow:
     @property
     def where(self) -> str:
         """The cell in short: d128 h32/8 causal s4k."""
-        lengths = length_label(self.seqlen_q)
+        lengths = self.column
         if self.seqlen_k != self.seqlen_q:
             lengths += f"x{length_label(self.seqlen_k)}"
         return f"d{self.kind} {'causal' if self.causal else 'full'} s{lengths}"
+
+    @property
+    def column(self) -> str:
+        """Lengths and window in short: 4k; 16k w1024; 8x2k, packed; 64x3455, zipf."""
+        length = length_label(self.seqlen_q)
+        if self.lengths is not None:
+            length = f"{self.batch}x{length}, {'packed' if self.lengths == 'equal' else self.lengths}"
+        return length if self.left is None else f"{length} w{self.left}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +88,19 @@ class Comparison:
     def ratio(self) -> float:
         """Time of the other over ours."""
         return (self.other.us or math.nan) / (self.ours.us or math.nan)
+
+
+@dataclass(frozen=True, slots=True)
+class RelativeRate:
+    """Our rate in a ragged or windowed cell as a part of that in the dense one without a window, `base`."""
+
+    row: BenchRow
+    base: BenchRow
+
+    @property
+    def ratio(self) -> float:
+        """1 if an operation on a visible score takes as long as there."""
+        return (self.row.tflops or math.nan) / (self.base.tflops or math.nan)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +139,29 @@ def deterministic_costs(rows: Iterable[BenchRow]) -> list[Comparison]:
         if OURS in by_provider and DETERMINISTIC in by_provider:
             costs.append(Comparison(by_provider[OURS], by_provider[DETERMINISTIC]))
     return costs
+
+
+def relative_rates(rows: Sequence[BenchRow]) -> list[RelativeRate]:
+    """Ours in packed batches against the dense batch, and with windows against the same length without one."""
+    ours = [row for row in rows if row.provider == OURS and row.tflops is not None]
+    dense = [row for row in ours if row.left is None and row.lengths is None]
+    found = []
+    for row in ours:
+        same = [
+            base
+            for base in dense
+            if (base.protocol, base.suite, base.direction, base.dtype, base.kind, base.causal)
+            == (row.protocol, row.suite, row.direction, row.dtype, row.kind, row.causal)
+        ]
+        if row.left is not None:
+            same = [base for base in same if (base.seqlen_q, base.batch) == (row.seqlen_q, row.batch)]
+        elif row.lengths is None:
+            continue
+        # a packed batch stands beside the dense one of several sequences
+        bases = [base for base in same if row.left is not None or base.batch > 1]
+        if bases:
+            found.append(RelativeRate(row, bases[0]))
+    return found
 
 
 def summarise(rows: Sequence[BenchRow]) -> list[Summary]:

@@ -27,8 +27,10 @@ from flash_hopper.testing.timing import (
 GPU_PROTOCOLS = ("burst", "steady", "graph")
 HOST_PROTOCOLS = ("host-idle", "host-busy")
 COLD_PROTOCOLS = ("cold-import", "cold-call")
-DEFAULT_PROTOCOLS = {"paper": ("burst",), "train": ("burst",), "host": HOST_PROTOCOLS, "cold": COLD_PROTOCOLS}
-ALLOWED_PROTOCOLS = {**DEFAULT_PROTOCOLS, "paper": GPU_PROTOCOLS, "train": GPU_PROTOCOLS}
+DEFAULT_PROTOCOLS = {
+    "paper": ("burst",), "train": ("burst",), "host": HOST_PROTOCOLS, "cold": COLD_PROTOCOLS, "ragged": ("burst",)
+}  # fmt: skip
+ALLOWED_PROTOCOLS = {**DEFAULT_PROTOCOLS, **dict.fromkeys(("paper", "train", "ragged"), GPU_PROTOCOLS)}
 PEERS = ("sdpa-flash", "sdpa-cudnn", "fa3", "fa4")
 
 
@@ -165,4 +167,6 @@ def _row(
         protocol=protocol,
         us=None if us is None else round(us, 3),
         error=error,
+        left=shape.left,
+        lengths=shape.lengths,
     )

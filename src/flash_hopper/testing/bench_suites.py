@@ -4,13 +4,15 @@ A suite is a list of `BenchShape`s; `bench_run.py` measures them, `providers.py`
 nothing is allocated here.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from flash_hopper.problem.attention import AttentionOptions, AttentionProblem, attention_problem
+from flash_hopper.problem.attention import AttentionOptions, AttentionProblem, attention_problem, varlen_problem
 from flash_hopper.problem.dtypes import KERNEL_DTYPES, DType
 from flash_hopper.problem.errors import ArgumentError, UnsupportedError
 from flash_hopper.problem.tensor import TensorSpec
+from flash_hopper.testing.lengths import lengths_of
 
 PAPER_TOKENS = 16_384
 PAPER_HIDDEN = 2048
@@ -30,6 +32,14 @@ TRAIN_HEADS = (
 )
 TRAIN_SEQLENS = (4096, 8192)
 
+# Ragged: 16k tokens in all, but for the tiny ones; sequences and the longest of them, by the word for their lengths
+RAGGED_HIDDEN = 2048
+RAGGED_DIMS = (64, 128)
+RAGGED_LENGTHS = (("equal", 8, 2048), ("zipf", 64, 3455), ("one_long", 129, 8192), ("equal", 2000, 8))
+ONE_LONG_OTHERS = 64
+WINDOW_SEQLEN = 16_384
+WINDOWS = (128, 1024, 4096)
+
 LATER_SUITES = ("decode", "serve", "fp8")
 DIRECTIONS = ("forward", "backward")
 BACKWARD_FLOPS = 2.5  # five products of the forward's size, of which the forward has two
@@ -37,7 +47,11 @@ BACKWARD_FLOPS = 2.5  # five products of the forward's size, of which the forwar
 
 @dataclass(frozen=True, slots=True)
 class BenchShape:
-    """One dense attention to measure, forward or backward alone. Field names are those of the JSON rows."""
+    """One attention to measure, forward or backward alone. Field names are those of the JSON rows.
+
+    `left`: window to the left. `lengths`: a word if the batch is packed; then `batch` is the number of its sequences, which
+    have as many keys as queries, and `seqlen_q` = `seqlen_k` the length of the longest.
+    """
 
     suite: str
     dtype: DType
@@ -50,12 +64,36 @@ class BenchShape:
     heads: int
     heads_k: int
     direction: str = "forward"
+    left: int | None = None
+    lengths: str | None = None
 
     def __str__(self) -> str:
         mask = "causal" if self.causal else "full"
         lengths = length_label(self.seqlen_q) if self.seqlen_q == self.seqlen_k else f"{self.seqlen_q}x{self.seqlen_k}"
         heads = f"h{self.heads}" if self.heads == self.heads_k else f"h{self.heads}/{self.heads_k}"
+        lengths += f" {self.lengths}" if self.lengths else ""
+        lengths += f" w{self.left}" if self.left is not None else ""
         return f"{self.dtype} d{dims_label(self.d, self.dv)} {mask} s{lengths} b{self.batch} {heads} {self.direction}"
+
+    @property
+    def is_ragged(self) -> bool:
+        """True for a packed batch."""
+        return self.lengths is not None
+
+    @property
+    def sequences(self) -> tuple[tuple[int, int], ...]:
+        """(queries, keys) of every sequence."""
+        if self.lengths is None:
+            return ((self.seqlen_q, self.seqlen_k),) * self.batch
+        if self.lengths == "one_long":
+            others = ((ONE_LONG_OTHERS, ONE_LONG_OTHERS),) * (self.batch // 2)
+            return (*others, (self.seqlen_q, self.seqlen_k), *others)
+        return tuple((n, n) for n in lengths_of(self.lengths, self.batch, self.seqlen_q))
+
+    @property
+    def window(self) -> tuple[int | None, int | None]:
+        """`window_size` as the call takes it."""
+        return self.left, 0 if self.causal and self.left is not None else None
 
     @property
     def problem(self) -> AttentionProblem:
@@ -64,23 +102,36 @@ class BenchShape:
 
     def requested(self, **options: bool) -> AttentionProblem:
         """The request with more `AttentionOptions` than the mask."""
-        q, k, v = (
-            _packed_spec("q", (self.batch, self.seqlen_q, self.heads, self.d), self.dtype),
-            _packed_spec("k", (self.batch, self.seqlen_k, self.heads_k, self.d), self.dtype),
-            _packed_spec("v", (self.batch, self.seqlen_k, self.heads_k, self.dv), self.dtype),
-        )
-        return attention_problem(q, k, v, AttentionOptions(causal=self.causal, **options), dtypes=tuple(DType))
+        asked = AttentionOptions(causal=self.causal, window_size=self.window, **options)
+        sizes = {"q": (self.heads, self.d), "k": (self.heads_k, self.d), "v": (self.heads_k, self.dv)}
+        q, k, v = (_spec(name, (*self.rows(name), *size), self.dtype) for name, size in sizes.items())
+        if not self.is_ragged:
+            return attention_problem(q, k, v, asked, dtypes=tuple(DType))
+        cu_seqlens = [
+            TensorSpec(f"cu_seqlens_{side}", (self.batch + 1,), (1,), None, "torch.int32", "cuda") for side in "qk"
+        ]
+        return varlen_problem(
+            q, k, v, asked, cu_seqlens_q=cu_seqlens[0], cu_seqlens_k=cu_seqlens[1], seqused_q=None, seqused_k=None,
+            max_seqlen_q=self.seqlen_q, max_seqlen_k=self.seqlen_k, dtypes=tuple(DType),
+        )  # fmt: skip
+
+    def rows(self, name: str) -> tuple[int, ...]:
+        """Leading sizes of q, k or v: (batch, seqlen), or (rows of all sequences,)."""
+        if not self.is_ragged:
+            return self.batch, self.seqlen_q if name == "q" else self.seqlen_k
+        return (sum(lengths[0 if name == "q" else 1] for lengths in self.sequences),)
 
     @property
     def flops(self) -> float:
         """Floating-point operations of the direction's matrix products, over visible scores only."""
-        return self.problem.flops * (BACKWARD_FLOPS if self.direction == "backward" else 1)
+        return self.problem.flops_of(self.sequences) * (BACKWARD_FLOPS if self.direction == "backward" else 1)
 
     @property
     def bytes_moved(self) -> int:
         """Bytes of q, k, v and out, each touched once; the backward's gradients count as well."""
-        per_batch = self.seqlen_q * self.heads * (self.d + self.dv) + self.seqlen_k * self.heads_k * (self.d + self.dv)
-        return self.batch * per_batch * self.dtype.itemsize * (2 if self.direction == "backward" else 1)
+        rows, keys = (math.prod(self.rows(name)) for name in ("q", "k"))
+        elements = (rows * self.heads + keys * self.heads_k) * (self.d + self.dv)
+        return elements * self.dtype.itemsize * (2 if self.direction == "backward" else 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +163,9 @@ def paper(dtype: DType) -> list[BenchShape]:
 
 
 def host(dtype: DType) -> list[BenchShape]:
-    """Small calls, where the time before the kernel starts is what counts."""
-    return [_square("host", dtype, 128, causal, 512, 2, 16) for causal in (False, True)]
+    """Small calls, where the time before the kernel starts is what counts, dense and packed."""
+    shapes = [_square("host", dtype, 128, causal, 512, 2, 16) for causal in (False, True)]
+    return shapes + [replace(shape, lengths="equal") for shape in shapes]
 
 
 def cold(dtype: DType) -> list[BenchShape]:
@@ -130,9 +182,28 @@ def train(dtype: DType) -> list[BenchShape]:
     ]
 
 
-SUITES: dict[str, Callable[[DType], list[BenchShape]]] = {"paper": paper, "train": train, "host": host, "cold": cold}
+def ragged(dtype: DType) -> list[BenchShape]:
+    """Packed batches beside the dense one of the same tokens, and windows beside causal attention without one."""
+    shapes = []
+    for d in RAGGED_DIMS:
+        heads = RAGGED_HIDDEN // d
+        for causal in (False, True):
+            _, batch, longest = RAGGED_LENGTHS[0]
+            shapes.append(_square("ragged", dtype, d, causal, longest, batch, heads))
+            shapes += [
+                replace(_square("ragged", dtype, d, causal, longest, batch, heads), lengths=word)
+                for word, batch, longest in RAGGED_LENGTHS
+            ]
+        whole = _square("ragged", dtype, d, True, WINDOW_SEQLEN, 1, heads)
+        shapes += [whole, *(replace(whole, left=left) for left in WINDOWS)]
+    return shapes
+
+
+SUITES: dict[str, Callable[[DType], list[BenchShape]]] = {
+    "paper": paper, "train": train, "host": host, "cold": cold, "ragged": ragged
+}  # fmt: skip
 # what a suite measures if the caller does not say
-DEFAULT_DIRECTIONS = {"paper": "forward", "train": "both", "host": "forward", "cold": "forward"}
+DEFAULT_DIRECTIONS = {"paper": "forward", "train": "both", "host": "forward", "cold": "forward", "ragged": "both"}
 
 
 def bench_suite(name: str, selection: Selection, direction: str | None = None) -> list[BenchShape]:
@@ -173,6 +244,7 @@ def _square(suite: str, dtype: DType, d: int, causal: bool, seqlen: int, batch: 
     return BenchShape(suite, dtype, d, d, causal, seqlen, seqlen, batch, heads, heads)
 
 
-def _packed_spec(name: str, shape: tuple[int, int, int, int], dtype: DType) -> TensorSpec:
-    _, seqlen, heads, dim = shape
-    return TensorSpec(name, shape, (seqlen * heads * dim, heads * dim, dim, 1), dtype, str(dtype), "cuda")
+def _spec(name: str, shape: tuple[int, ...], dtype: DType) -> TensorSpec:
+    """A contiguous tensor."""
+    strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+    return TensorSpec(name, shape, strides, dtype, str(dtype), "cuda")

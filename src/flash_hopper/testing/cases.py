@@ -8,10 +8,12 @@ layouts and values mean is carried out by `testing.inputs`; `testing.suites` bui
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
-from flash_hopper.problem.attention import AttentionOptions, AttentionProblem, attention_problem
+from flash_hopper.problem.attention import AttentionOptions, AttentionProblem, attention_problem, varlen_problem
 from flash_hopper.problem.dtypes import DType
 from flash_hopper.problem.errors import ArgumentError
+from flash_hopper.problem.mask import Mask
 from flash_hopper.problem.tensor import TensorSpec
+from flash_hopper.testing.lengths import Side, lengths_of, packed_side
 
 Dims = tuple[int, int]
 
@@ -76,7 +78,25 @@ DLSES = {
 }
 """How the gradient of lse lies in memory, by name."""
 
+HINTS = {
+    "exact": "max_seqlen is the longest length, as an int",
+    "loose": "an int larger than any length",
+    "numpy": "the longest length as a numpy integer",
+    "host": "the longest length as a tensor in host memory",
+    "device": "the longest length as a tensor on the device of q, which must not be read",
+    "none": "not given",
+}
+"""How a ragged call says how long its sequences are at most, by name."""
+
+TARGETS = {
+    "fresh": "tensors that autograd returns",
+    "zeros": "compact float32 buffers of zeros, by `flash_attn_backward_func`",
+    "holes": "float32 buffers of zeros that are parts of larger tensors, by `flash_attn_backward_func`",
+}
+"""Where gradients go, by name."""
+
 _DIRECTIONS = ("forward", "backward")
+_SIDES = {"none": "", "q": "q", "k": "k", "qk": "qk"}
 _OPERANDS, _INPUTS = "qkvo", "qkv"
 _KEYS = {
     "dtype": "dtype",
@@ -88,6 +108,15 @@ _KEYS = {
     "d": "d",
     "dv": "dv",
     "causal": "causal",
+    "left": "left",
+    "right": "right",
+    "chunk": "chunk",
+    "pack": "packed",
+    "used": "used",
+    "lq": "lengths_q",
+    "lk": "lengths_k",
+    "slack": "slack",
+    "max": "hint",
     "scale": "scale",
     "lse": "return_lse",
     "layout": "layout",
@@ -99,20 +128,27 @@ _KEYS = {
     "grads": "grads",
     "do": "dout",
     "dlse": "dlse",
+    "into": "into",
     "seed": "seed",
 }
-_WORDS = ("layout", "strided", "values", "direction", "grads", "dout", "dlse")
+_WORDS = (
+    "layout", "strided", "values", "direction", "grads", "dout", "dlse", "packed", "used", "lengths_q", "lengths_k", "hint", "into",
+)  # fmt: skip
+_OPTIONAL_INTS = ("left", "right")
 _FLAGS = ("causal", "return_lse", "give_out", "deterministic")
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One call of `flash_attn_func`; see `LAYOUTS`, `VALUES`, `DOUTS` and `DLSES` for the words.
+    """One call; see `LAYOUTS`, `VALUES`, `DOUTS`, `DLSES`, `TARGETS`, `HINTS` and `lengths.WORDS` for words.
 
-    `strided` names the operands (of q, k, v and o for out) that have the layout; the others are contiguous. `scale`
+    `left` and `right` are the window, `chunk` the attention chunk. The call is ragged, one of `flash_attn_varlen_func`, if
+    anything is `packed` (which of q and of k with v are, with cu_seqlens) or `used` (whose used lengths are given). Then
+    `batch` is the number of sequences, and `lengths_q` and `lengths_k` say how long they are, at most `seqlen_q` and
+    `seqlen_k`, which are the sizes of what is not packed. `slack` unused rows lie behind packed sequences. `strided` names the operands (of q, k, v and o for out) that have the layout; the others are contiguous. `scale`
     None means 1 / sqrt(d). `give_out` passes a tensor pre-filled with NaN as `out`. With the direction "backward"
-    gradients of the inputs in `grads` are computed from those of out (`dout`) and lse (`dlse`); such a call allocates
-    its out. Raises ArgumentError for words that are unknown and combinations that make no sense; what a call itself
+    gradients of the inputs in `grads` are computed from those of out (`dout`) and lse (`dlse`) and put where `into` says;
+    such a call allocates its out. Raises ArgumentError for words that are unknown and combinations that make no sense; what a call itself
     would refuse is found by `problem()`.
     """
 
@@ -137,9 +173,22 @@ class Case:
     dout: str = "bshd"
     dlse: str = "none"
     seed: int = 0
+    left: int | None = None
+    right: int | None = None
+    chunk: int = 0
+    packed: str = "none"
+    used: str = "none"
+    lengths_q: str = "equal"
+    lengths_k: str = "equal"
+    slack: int = 0
+    hint: str = "exact"
+    into: str = "fresh"
 
     def __post_init__(self) -> None:
-        words = {"layout": LAYOUTS, "values": VALUES, "direction": _DIRECTIONS, "dout": DOUTS, "dlse": DLSES}
+        words = {
+            "layout": LAYOUTS, "values": VALUES, "direction": _DIRECTIONS, "dout": DOUTS, "dlse": DLSES,
+            "packed": _SIDES, "used": _SIDES, "hint": HINTS, "into": TARGETS,
+        }  # fmt: skip
         for name, allowed in words.items():
             if getattr(self, name) not in allowed:
                 raise ArgumentError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
@@ -148,26 +197,49 @@ class Case:
             if not given or given != "".join(letter for letter in letters if letter in given):
                 raise ArgumentError(f"{name} must be letters of {letters!r} in this order, got {given!r}")
         self._check_direction()
+        self._check_lengths()
         if self.layout == "packed":
             self._check_packed()
-        if self.layout == "size1" and not any(1 in self.shape(operand)[:3] for operand in self.strided):
+        if self.layout == "size1" and not any(1 in self.shape(operand)[:-1] for operand in self.strided):
             raise ArgumentError(f"layout size1 needs a dimension of size 1 in one of {self.strided}")
 
     def _check_direction(self) -> None:
         if not self.is_backward:
-            if (self.grads, self.dout, self.dlse) != (_INPUTS, "bshd", "none"):
-                raise ArgumentError("grads, dout and dlse belong to direction backward")
+            if (self.grads, self.dout, self.dlse, self.into) != (_INPUTS, "bshd", "none", "fresh"):
+                raise ArgumentError("grads, dout, dlse and into belong to direction backward")
             return
         if self.give_out:
             raise ArgumentError("a case of direction backward allocates its out: give_out must be off (out=0)")
         if self.dlse != "none" and not self.return_lse:
             raise ArgumentError(f"dlse={self.dlse} needs return_lse")
+        if self.into != "fresh" and (self.dout == "none" or not self.return_lse):
+            raise ArgumentError(f"into={self.into} needs dout and return_lse")
         if self.dout == self.dlse == "none":
             raise ArgumentError("one of dout and dlse must be there")
 
+    def _check_lengths(self) -> None:
+        if not self.is_ragged:
+            if (self.lengths_q, self.lengths_k, self.slack, self.hint) != ("equal", "equal", 0, "exact"):
+                raise ArgumentError("lengths, slack and hint belong to a ragged call: say what is packed or used")
+            return
+        if self.slack < 0:
+            raise ArgumentError(f"slack must be at least 0, got {self.slack}")
+        if "expand_batch" in (self.layout, self.dout):
+            raise ArgumentError(
+                "the rows of a ragged batch are not the same in every sequence: expand_batch makes no sense"
+            )
+        if self.lengths_k == "same" and self.seqlen_q != self.seqlen_k:
+            raise ArgumentError(f"lengths_k=same needs equal longest lengths, got {self.seqlen_q} and {self.seqlen_k}")
+        for side in ("q", "k"):
+            longest, lengths = self._longest(side), self.lengths(side)
+            if side not in self.packed + self.used and any(length != longest for length in lengths):
+                raise ArgumentError(
+                    f"{side} is a padded batch without used lengths: all its sequences are of length {longest}"
+                )
+
     def _check_packed(self) -> None:
         inputs = self.strided.replace("o", "")
-        same_rows = self.seqlen_q == self.seqlen_k and self.d == self.dv
+        same_rows = self.shape("q")[:-2] == self.shape("k")[:-2] and self.d == self.dv
         if inputs not in ("kv", "qkv") or (inputs == "qkv" and not same_rows):
             raise ArgumentError(
                 "layout packed holds k and v, or q, k and v of equal lengths and head dims, "
@@ -179,30 +251,105 @@ class Case:
         """True if gradients are computed, too."""
         return self.direction == "backward"
 
-    def shape(self, operand: str) -> tuple[int, int, int, int]:
-        """(batch, seqlen, heads, head dim) of operand "q", "k", "v" or "o"."""
-        return {
-            "q": (self.batch, self.seqlen_q, self.heads, self.d),
-            "k": (self.batch, self.seqlen_k, self.heads_k, self.d),
-            "v": (self.batch, self.seqlen_k, self.heads_k, self.dv),
-            "o": (self.batch, self.seqlen_q, self.heads, self.dv),
+    @property
+    def is_ragged(self) -> bool:
+        """True for a call of `flash_attn_varlen_func`."""
+        return (self.packed, self.used) != ("none", "none")
+
+    @property
+    def mask(self) -> Mask:
+        """The mask that the call asks for."""
+        return self.problem().mask
+
+    def _longest(self, side: str) -> int:
+        return self.seqlen_q if side == "q" else self.seqlen_k
+
+    def lengths(self, side: str) -> tuple[int, ...]:
+        """How many rows (side "q") or keys ("k") each sequence of a ragged call has."""
+        text = self.lengths_k if side == "k" and self.lengths_k != "same" else self.lengths_q
+        return lengths_of(text, self.batch, self._longest(side))
+
+    def side(self, side: str) -> Side:
+        """How the sequences of "q" or "k" lie in memory; those of a dense call fill a padded batch."""
+        if not self.is_ragged:
+            return Side((self._longest(side),) * self.batch, None, self._longest(side))
+        if side in _SIDES[self.packed]:
+            return packed_side(self.lengths(side), side in _SIDES[self.used], self.slack)
+        return Side(self.lengths(side), None, self._longest(side))
+
+    def shape(self, operand: str) -> tuple[int, ...]:
+        """(batch, seqlen, heads, head dim) or, packed, (rows, heads, head dim) of operand "q", "k", "v" or "o"."""
+        whole = self.grid(operand)
+        return whole[1:] if ("k" if operand in "kv" else "q") in _SIDES[self.packed] else whole
+
+    def grid(self, operand: str) -> tuple[int, int, int, int]:
+        """`shape` with a packed tensor as a batch of one."""
+        name = "k" if operand in "kv" else "q"
+        batch, rows = self.batch, self._longest(name)
+        if name in _SIDES[self.packed]:
+            batch, rows = 1, self.side(name).rows
+        heads, dim = {
+            "q": (self.heads, self.d),
+            "k": (self.heads_k, self.d),
+            "v": (self.heads_k, self.dv),
+            "o": (self.heads, self.dv),
         }[operand]
+        return batch, rows, heads, dim
+
+    @property
+    def lse_shape(self) -> tuple[int, ...]:
+        """(batch, heads, seqlen_q), or (heads, rows) with a packed q."""
+        batch, rows, heads, _ = self.grid("q")
+        return (heads, rows) if "q" in _SIDES[self.packed] else (batch, heads, rows)
+
+    def length_tensors(self) -> dict[str, tuple[int, ...]]:
+        """What the int32 tensors of a ragged call hold, by the name of the argument; those not given are missing."""
+        found: dict[str, tuple[int, ...]] = {}
+        for name in ("q", "k"):
+            side = self.side(name)
+            if name in _SIDES[self.packed]:
+                assert side.offsets is not None, "a packed side has offsets"
+                found[f"cu_seqlens_{name}"] = side.offsets
+            if name in _SIDES[self.used]:
+                found[f"seqused_{name}"] = side.lengths
+        return found
+
+    def longest_used(self, side: str) -> int:
+        """The longest length there is."""
+        return max(self.lengths(side), default=0)
+
+    def options(self) -> AttentionOptions:
+        """The keyword arguments of the call that are no tensors."""
+        return AttentionOptions(
+            softmax_scale=self.scale,
+            causal=self.causal,
+            window_size=(self.left, self.right),
+            attention_chunk=self.chunk,
+            deterministic=self.deterministic,
+            return_lse=self.return_lse or self.is_backward,  # the backward reads it
+        )
 
     def problem(self) -> AttentionProblem:
         """The request that the call makes. Raises what the call would raise for these sizes."""
         q, k, v, out = (self._spec(name, operand) for name, operand in zip(("q", "k", "v", "out"), "qkvo", strict=True))
-        options = AttentionOptions(
-            softmax_scale=self.scale,
-            causal=self.causal,
-            deterministic=self.deterministic,
-            return_lse=self.return_lse or self.is_backward,  # the backward reads it
-        )
-        return attention_problem(q, k, v, options, dtypes=tuple(DType), out=out)
+        if not self.is_ragged:
+            return attention_problem(q, k, v, self.options(), dtypes=tuple(DType), out=out)
+        given = {name: _index_spec(name, len(values)) for name, values in self.length_tensors().items()}
+        hints: dict[str, Any] = {
+            f"max_seqlen_{side}": None if self.hint in ("none", "device") else self.hinted(side) for side in ("q", "k")
+        }
+        absent: dict[str, Any] = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"))
+        return varlen_problem(q, k, v, self.options(), **(absent | given), **hints, dtypes=tuple(DType), out=out)
+
+    def hinted(self, side: str) -> int:
+        """The value of max_seqlen, however it is given."""
+        longest = self.longest_used(side)
+        return 2 * longest + 5 if self.hint == "loose" else longest
 
     def _spec(self, name: str, operand: str) -> TensorSpec:
         shape = self.shape(operand)
-        heads, dim = max(shape[2], 1), max(shape[3], 1)
-        strides = (max(shape[1], 1) * heads * dim, heads * dim, dim, 1)
+        rows, heads, dim = (max(size, 1) for size in shape[-3:])
+        strides = (rows * heads * dim, heads * dim, dim, 1)[-len(shape) :]
         return TensorSpec(name, shape, strides, self.dtype, str(self.dtype), "any")
 
     def __str__(self) -> str:
@@ -234,6 +381,10 @@ class Case:
 _DEFAULTS: dict[str, Any] = {f.name: f.default for f in fields(Case) if f.default is not MISSING}
 
 
+def _index_spec(name: str, size: int) -> TensorSpec:
+    return TensorSpec(name, (size,), (1,), None, "torch.int32", "any")
+
+
 def _text(value: Any) -> str:
     if isinstance(value, bool):
         return str(int(value))
@@ -251,6 +402,8 @@ def _read(key: str, text: str) -> Any:
             return {"0": False, "1": True}[text]
         if name == "scale":
             return None if text == "none" else float(text)
+        if name in _OPTIONAL_INTS:
+            return None if text == "none" else int(text)
         return int(text)
     except (ValueError, KeyError):
         raise ArgumentError(f"cannot read {key}={text!r} in a case") from None

@@ -1,6 +1,7 @@
 """Is a result right? The allowance for every element of out and lse, and the comparison itself.
 
-For an element (row r, column c) of out, with everything in float64 from `reference.naive`:
+For an element (row r, column c) of out, with everything in float64 by the formula (`pieces`, which tests hold to
+`reference.naive`):
 
     |got - ref| <= max(2 E_r, F) + 1e-5 min(1, max |v|),   F = u (2 |ref| + min(A, 4 B)) + 2 D_r A
 
@@ -33,12 +34,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flash_hopper.reference import naive
+from flash_hopper.problem.mask import Mask
+from flash_hopper.testing.pieces import FULL, Batch, Lengths, Matrices, by_head, plain_scores, probabilities
 
 _LSE_RELATIVE = 2.0**-21
 _ABSOLUTE = 1e-5
-# scores of plain PyTorch attention held at once, in elements
-_PLAIN_SCORES = {"cpu": 1 << 24, "cuda": 1 << 28}
+SMALLEST = 1e-300  # allowed where only the exact value is right, so that 0 / allowed stays 0
+# elements of a scores matrix held at once; a step holds about 5 such matrices in float64
+_SCORES = {"cpu": 1 << 22, "cuda": 1 << 27}
 
 
 @dataclass(frozen=True)
@@ -75,22 +78,32 @@ class Comparison:
         return not self.message
 
 
-def expect(q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, causal: bool) -> Expected:
-    """The right result for q (batch, seqlen_q, heads, d), k and v, and the allowances that the module defines."""
-    dtype, columns = q.dtype, v.shape[3]
-    both, lse = naive.attention(q, k, torch.cat([v, v.abs()], dim=3), softmax_scale=softmax_scale, causal=causal)
-    ref, absolute = both[..., :columns], both[..., columns:]
-    plain = plain_attention(q, k, v, softmax_scale=softmax_scale, causal=causal)
-    plain_error = (plain.to(torch.float64) - ref).abs().nan_to_num(0.0, 0.0, 0.0).amax(dim=3, keepdim=True)
-    info = torch.finfo(dtype)
-    half_ulp = info.eps / 2
-    spread = _spread(q, k, v, lse, softmax_scale, causal)
-    rounding = half_ulp * (2 * ref.abs().clamp_min(info.smallest_normal) + torch.minimum(absolute, 4 * spread))
+@torch.no_grad()
+def expect(
+    q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, mask: Mask = FULL, lengths: Lengths | None = None
+) -> Expected:
+    """The right result for q (batch, seqlen_q, heads, d), k and v, and the allowances that the module defines.
+
+    `lengths` makes the entries of a padded batch shorter: rows behind them have out = 0 and lse = -inf.
+    """
+    batch = Batch(q, k, v, softmax_scale, mask, lengths)
+    out, absolute, spread, plain = (q.new_zeros((*q.shape[:3], v.shape[3]), dtype=torch.float64) for _ in range(4))
+    lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=torch.float64)
+    for piece in batch.pieces(_SCORES[q.device.type]):
+        given, place = batch.cut(piece), piece.of("dq")
+        of_rows = _exact(given, softmax_scale)
+        for total, part in ((out, of_rows.out), (absolute, of_rows.absolute), (spread, of_rows.spread)):
+            total[place] = by_head(part, given.shape)
+        lse[piece.batch, piece.heads, piece.rows] = by_head(of_rows.lse.unsqueeze(2), given.shape)[..., 0].mT
+        plain[place] = by_head(plain_attention(given, softmax_scale).to(torch.float64), given.shape)
+    plain_error = (plain - out).abs().nan_to_num(0.0, 0.0, 0.0).amax(dim=3, keepdim=True)
+    info = torch.finfo(q.dtype)
+    rounding = info.eps / 2 * (2 * out.abs().clamp_min(info.smallest_normal) + torch.minimum(absolute, 4 * spread))
     logit_error = _logit_error(q, k, softmax_scale)
     of_logits = 2 * logit_error.transpose(1, 2).unsqueeze(3) * absolute
     size = float(v.abs().nan_to_num(0.0, 1.0).amax().clamp_max(1.0)) if v.numel() else 1.0
     return Expected(
-        out=ref,
+        out=out,
         lse=lse,
         out_allowed=torch.maximum(2 * plain_error, rounding + of_logits) + _ABSOLUTE * size,
         lse_allowed=2 * logit_error + _LSE_RELATIVE * lse.abs().nan_to_num(0.0, 0.0, 0.0) + _ABSOLUTE,
@@ -122,40 +135,25 @@ def compare(name: str, got: Tensor, want: Tensor, allowed: Tensor) -> Comparison
     )
 
 
-def plain_attention(q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float, causal: bool) -> Tensor:
-    """Attention as one writes it in PyTorch, every step in the input dtype: out (batch, seqlen_q, heads, dv).
-
-    The scale goes into q first, so that float16 scores overflow late. Rows without keys are 0.
-    """
-    batch, seqlen_q, heads, _ = q.shape
-    seqlen_k, heads_k, columns = v.shape[1:]
-    out = q.new_zeros((batch * heads, seqlen_q, columns))
-    if 0 in (out.numel(), seqlen_k):
-        return out.view(batch, seqlen_q, heads, columns)
-    query = (q * softmax_scale).transpose(1, 2).flatten(0, 1)
-    key, value = (x.repeat_interleave(heads // heads_k, dim=2).transpose(1, 2).flatten(0, 1) for x in (k, v))
-    budget = _PLAIN_SCORES[q.device.type]
-    rows = max(1, min(seqlen_q, budget // seqlen_k))
-    pairs = max(1, min(naive.MAX_PAIRS, budget // (rows * seqlen_k)))
-    for p in range(0, batch * heads, pairs):
-        for r in range(0, seqlen_q, rows):
-            scores = query[p : p + pairs, r : r + rows] @ key[p : p + pairs].transpose(1, 2)
-            if causal:
-                below = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).tril(r + seqlen_k - seqlen_q)
-                scores = scores.masked_fill(~below, -torch.inf)
-                weights = scores.softmax(dim=-1).masked_fill(~below.any(dim=1, keepdim=True), 0.0)
-            else:
-                weights = scores.softmax(dim=-1)
-            out[p : p + pairs, r : r + rows] = weights @ value[p : p + pairs]
-    return out.view(batch, heads, seqlen_q, columns).transpose(1, 2)
+def plain_attention(given: Matrices, softmax_scale: float) -> Tensor:
+    """Attention of matrices as one writes it in PyTorch, every step in their dtype; rows without keys are 0."""
+    _, weights = plain_scores(given.q, given.k, given.hidden, softmax_scale)
+    return weights @ given.v
 
 
-def _spread(q: Tensor, k: Tensor, v: Tensor, lse: Tensor, softmax_scale: float, causal: bool) -> Tensor:
-    """B, the root of sum_j p_j^2 v_j^2: p^2 is a softmax of doubled scores, up to a factor a row."""
-    squares = v.to(torch.float64).square()
-    doubled, doubled_lse = naive.attention(q, k, squares, softmax_scale=2 * softmax_scale, causal=causal)
-    weight = torch.exp(doubled_lse - 2 * lse).nan_to_num(0.0)
-    return (doubled * weight.transpose(1, 2).unsqueeze(3)).sqrt()
+class _Exact(NamedTuple):
+    """For rows of a piece: out, A and B of the module, (matrices, rows, dv), and lse; float64."""
+
+    out: Tensor
+    absolute: Tensor
+    spread: Tensor
+    lse: Tensor
+
+
+def _exact(given: Matrices, softmax_scale: float) -> _Exact:
+    q, k, v = (x.to(torch.float64) for x in given[:3])
+    p, lse = probabilities(q, k, given.hidden, softmax_scale)
+    return _Exact(p @ v, p @ v.abs(), (p.square() @ v.square()).sqrt(), lse)
 
 
 def _logit_error(q: Tensor, k: Tensor, softmax_scale: float) -> Tensor:

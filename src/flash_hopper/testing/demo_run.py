@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 import flash_hopper
 from flash_hopper.problem.errors import ArgumentError, MissingDependencyError
+from flash_hopper.problem.mask import Mask
 from flash_hopper.reference import naive
 from flash_hopper.testing.block import AttentionFunction, BlockSizes, make_block
 
@@ -150,7 +151,7 @@ def _torch(causal: bool) -> AttentionFunction:
 
 def _exact(causal: bool) -> AttentionFunction:
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return naive.attention(q, k, v, softmax_scale=q.shape[-1] ** -0.5, causal=causal)[0]
+        return naive.attention(q, k, v, softmax_scale=q.shape[-1] ** -0.5, mask=Mask(right=0 if causal else None))[0]
 
     return attention
 

@@ -27,13 +27,15 @@ def fa3_gradients(shape: BenchShape, inputs: Inputs) -> Prepared:
     """The backward of FA3 C++; its forward runs once, here. Raises ProviderAbsent."""
     if shape.d != shape.dv:
         raise ProviderAbsent("this build takes equal head dims of q and v only")
+    if shape.is_ragged:
+        raise ProviderAbsent("the handlers of this build are called for dense batches only")
     library = _library()
     q, k, v, dout = inputs.q, inputs.k, inputs.v, inputs.dout
     attributes: dict[str, bool | int | float] = {
         "softmax_scale": float(shape.problem.softmax_scale),
         "is_causal": shape.causal,
-        "window_size_left": -1,
-        "window_size_right": -1,
+        "window_size_left": -1 if shape.left is None else shape.left,
+        "window_size_right": -1 if shape.left is None else 0,
     }
 
     def floats(*sizes: int) -> torch.Tensor:

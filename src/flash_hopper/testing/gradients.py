@@ -1,6 +1,7 @@
 """Are gradients right? The right ones in float64, and the allowance for every element of dq, dk and dv.
 
-The right ones come from autograd through `reference.naive`. For an element of dq in query row r (all in float64):
+The right ones come from autograd through the formula (`pieces`, which tests hold to `reference.naive`). For an element of
+dq in query row r (all in float64):
 
     |got - ref| <= max(F, min(2 E_r, 2 F)) + 1e-5 min(1, max_c |ref_rc|)
 
@@ -32,20 +33,18 @@ With scale = 0 and in rows that see no key nothing but 0 is right for dq. NaN an
 rounded to the dtype, has them. `testing.run` calls this; the comparison itself is `compare.compare`.
 """
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from flash_hopper.reference import naive
-from flash_hopper.testing.compare import Target
+from flash_hopper.problem.mask import Mask
+from flash_hopper.testing.compare import SMALLEST, Target
+from flash_hopper.testing.pieces import FULL, Batch, Lengths, Piece, plain_scores, probabilities, stacked
 
 _ABSOLUTE = 1e-5
-_SMALLEST = 1e-300  # allowed where only the exact value is right, so that 0 / allowed stays 0
 # elements of a scores matrix held at once; a step holds about 15 such matrices in float64
 _SCORES = {"cpu": 1 << 21, "cuda": 1 << 26}
-_MAX_MATRICES = 32_768  # in a batched product, as in `naive`
 
 
 @torch.no_grad()
@@ -58,143 +57,71 @@ def expect_gradients(
     dlse: Tensor | None,
     *,
     softmax_scale: float,
-    causal: bool,
+    mask: Mask = FULL,
+    lengths: Lengths | None = None,
 ) -> dict[str, Target]:
     """Right dq, dk, dv for q (batch, seqlen_q, heads, d), k and v, and the allowances that the module defines.
 
     out: what the forward returned, any dtype; dout: like out, dlse: (batch, heads, seqlen_q); None stands for zeros.
+    `lengths` makes the entries of a padded batch shorter: gradients behind them are 0.
     """
-    problem = _Problem(q, k, v, softmax_scale, causal)
+    batch = Batch(q, k, v, softmax_scale, mask, lengths)
     dout = torch.zeros_like(out, dtype=q.dtype) if dout is None else dout
     dlse = dout.new_zeros(dout.shape[:3], dtype=torch.float64).transpose(1, 2) if dlse is None else dlse
     scale = abs(softmax_scale)
     sums = {"dq": _Sums(q, scale), "dk": _Sums(k, scale), "dv": _Sums(v, 1.0)}
-    for piece in problem.pieces():
-        given = problem.cut(piece, out, dout, dlse)
-        right = _right_gradients(given, problem)
-        plain = _plain_gradients(given, problem)
-        bounds = _bounds(given, problem)
+    for piece in batch.pieces(_SCORES[q.device.type]):
+        given = _cut(batch, piece, out, dout, dlse)
+        right, plain, bounds = _right_gradients(given), _plain_gradients(given), _bounds(given)
         for name, total in sums.items():
             total.add(*piece.of(name), right[name], plain[name], bounds[name])
     return {name: total.target() for name, total in sums.items()}
 
 
-class _Piece(NamedTuple):
-    """A part of the work: some batch entries, key heads with all their query heads, rows, and the keys 0 .. they see."""
-
-    batch: slice
-    heads_k: slice
-    heads: slice
-    rows: slice
-    keys: int
-
-    def of(self, gradient: str) -> tuple[slice, slice, slice]:
-        """Its batch entries, positions and heads in dq, dk or dv."""
-        if gradient == "dq":
-            return self.batch, self.rows, self.heads
-        return self.batch, slice(0, self.keys), self.heads_k
-
-
 class _Given(NamedTuple):
-    """What belongs to a piece. The query heads of a key head are one matrix: (matrices, heads * rows, dim)."""
+    """What belongs to a piece, in the dtypes given. The query heads of a key head are one matrix."""
 
-    q: Tensor
+    q: Tensor  # (matrices, heads * rows, d)
     k: Tensor
     v: Tensor
-    out: Tensor
+    out: Tensor  # (matrices, heads * rows, dv)
     dout: Tensor
     dlse: Tensor  # (matrices, heads * rows)
-    shape: tuple[int, int, int, int]  # batch, key heads, query heads of each, rows
+    hidden: Tensor | None  # (matrices or 1, heads * rows, keys)
+    softmax_scale: float
+    lengths: tuple[int, int]  # query rows of all heads of a key head, and keys: terms of the longest sums
 
 
-class _Problem:
-    """The tensors of a call and how they are cut into pieces that fit memory."""
-
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool) -> None:
-        self.q, self.k, self.v = q.detach(), k.detach(), v.detach()
-        self.softmax_scale, self.causal = softmax_scale, causal
-        self.batch, self.seqlen_q, self.heads, _ = q.shape
-        self.seqlen_k, self.heads_k = k.shape[1:3]
-        self.group = self.heads // self.heads_k if self.heads_k else 1
-
-    def pieces(self) -> Iterator[_Piece]:
-        """All pieces with a score in them. A piece is a causal problem of its own, aligned bottom-right."""
-        if 0 in (self.batch, self.heads, self.seqlen_q, self.seqlen_k):
-            return
-        budget = _SCORES[self.q.device.type]
-        rows = max(1, min(self.seqlen_q, budget // (self.group * self.seqlen_k)))
-        matrices = max(1, min(_MAX_MATRICES, budget // (self.group * rows * self.seqlen_k)))
-        heads_k, batch = min(matrices, self.heads_k), max(1, matrices // self.heads_k)
-        for b in range(0, self.batch, batch):
-            for h in range(0, self.heads_k, heads_k):
-                last = min(h + heads_k, self.heads_k)
-                heads = slice(h * self.group, last * self.group)
-                for r in range(0, self.seqlen_q, rows):
-                    end = min(r + rows, self.seqlen_q)
-                    keys = end + self.seqlen_k - self.seqlen_q if self.causal else self.seqlen_k
-                    if keys > 0:
-                        yield _Piece(slice(b, min(b + batch, self.batch)), slice(h, last), heads, slice(r, end), keys)
-
-    def cut(self, piece: _Piece, out: Tensor, dout: Tensor, dlse: Tensor) -> _Given:
-        """The piece's part of everything, in the dtypes given."""
-        rows = [x[piece.batch, piece.rows, piece.heads] for x in (self.q, out.detach(), dout)]
-        shape = rows[0].shape[0], piece.heads_k.stop - piece.heads_k.start, self.group, rows[0].shape[1]
-        q, out, dout = (_stacked(x.transpose(1, 2), shape) for x in rows)
-        dlse = _stacked(dlse[piece.batch, piece.heads, piece.rows, None], shape).squeeze(2)
-        k, v = (x[piece.batch, : piece.keys, piece.heads_k].transpose(1, 2).flatten(0, 1) for x in (self.k, self.v))
-        return _Given(q, k, v, out, dout, dlse, shape)
-
-    def hidden(self, given: _Given) -> Tensor | None:
-        """(heads * rows, keys): True where a row does not see a key; None without a mask."""
-        if not self.causal:
-            return None
-        group, rows = given.shape[2:]
-        seen = torch.arange(rows, device=self.q.device) + given.k.shape[1] - rows
-        return (torch.arange(given.k.shape[1], device=self.q.device) > seen[:, None]).repeat(group, 1)
+def _cut(batch: Batch, piece: Piece, out: Tensor, dout: Tensor, dlse: Tensor) -> _Given:
+    """The piece's part of everything."""
+    q, k, v, hidden, shape = batch.cut(piece)
+    out, dout = (stacked(x[piece.of("dq")], shape) for x in (out.detach(), dout))
+    dlse = stacked(dlse.transpose(1, 2)[piece.of("dq")].unsqueeze(3), shape).squeeze(2)
+    return _Given(q, k, v, out, dout, dlse, hidden, batch.softmax_scale, (batch.seqlen_q * batch.group, batch.seqlen_k))
 
 
-def _stacked(x: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
-    """(batch, heads, rows, dim) as (batch * key heads, query heads of each * rows, dim)."""
-    batch, heads_k, group, rows = shape
-    return x.reshape(batch * heads_k, group * rows, x.shape[3])
-
-
-def _right_gradients(given: _Given, problem: _Problem) -> dict[str, Tensor]:
-    """float64 gradients of a piece by autograd through the oracle."""
-    batch, heads_k, group, _ = given.shape
-
-    def by_head(x: Tensor, heads: int) -> Tensor:
-        """(matrices, rows of all heads, dim) as (batch, rows, heads, dim)."""
-        return x.view(batch, heads, -1, x.shape[2]).transpose(1, 2)
-
+def _right_gradients(given: _Given) -> dict[str, Tensor]:
+    """float64 gradients of a piece by autograd through the formula."""
     with torch.enable_grad():
-        leaves = [x.to(torch.float64, copy=True).requires_grad_() for x in (given.q, given.k, given.v)]
-        q, k, v = (by_head(x, n) for x, n in zip(leaves, (heads_k * group, heads_k, heads_k), strict=True))
-        out, lse = naive.attention(q, k, v, softmax_scale=problem.softmax_scale, causal=problem.causal)
-        dout, dlse = given.dout.to(torch.float64), given.dlse.to(torch.float64)
-        found = torch.autograd.grad((out, lse), leaves, (by_head(dout, heads_k * group), dlse.view(lse.shape)))
+        q, k, v = leaves = [x.to(torch.float64, copy=True).requires_grad_() for x in given[:3]]
+        p, lse = probabilities(q, k, given.hidden, given.softmax_scale)
+        passed = given.dout.to(torch.float64), given.dlse.to(torch.float64)
+        found = torch.autograd.grad((p @ v, lse), leaves, passed)
     return dict(zip(("dq", "dk", "dv"), found, strict=True))
 
 
-def _plain_gradients(given: _Given, problem: _Problem) -> dict[str, Tensor]:
+def _plain_gradients(given: _Given) -> dict[str, Tensor]:
     """Gradients of a piece as PyTorch gives them for attention written in the input dtype; lse is float32, as ours is.
 
-    As in `compare.plain_attention` the scale goes into q first. Rows without keys get gradients of 0.
+    Rows without keys get gradients of 0.
     """
-    hidden = problem.hidden(given)
     with torch.enable_grad():
-        q, k, v = (x.detach().clone().requires_grad_() for x in (given.q, given.k, given.v))
-        scores = (q * problem.softmax_scale) @ k.transpose(1, 2)
-        if hidden is None:
-            weights = scores.softmax(dim=-1)
-        else:
-            blind = hidden.all(dim=1, keepdim=True)
-            scores = scores.masked_fill(hidden & ~blind, -torch.inf)
-            weights = scores.softmax(dim=-1).masked_fill(blind, 0.0)
+        q, k, v = leaves = [x.detach().clone().requires_grad_() for x in given[:3]]
+        scores, weights = plain_scores(q, k, given.hidden, given.softmax_scale)
         wide = torch.float64 if q.dtype == torch.float64 else torch.float32
         lse = scores.to(wide).logsumexp(dim=-1)
-        dlse = given.dlse if hidden is None else given.dlse.masked_fill(blind.squeeze(1), 0.0)
-        found = torch.autograd.grad((weights @ v, lse), (q, k, v), (given.dout, dlse.to(wide)))
+        dlse = given.dlse if given.hidden is None else given.dlse.masked_fill(given.hidden.all(dim=-1), 0.0)
+        found = torch.autograd.grad((weights @ v, lse), leaves, (given.dout, dlse.to(wide)))
     return dict(zip(("dq", "dk", "dv"), found, strict=True))
 
 
@@ -208,17 +135,12 @@ class _Bound(NamedTuple):
     shift: Tensor  # sum t_j y_j
 
 
-def _bounds(given: _Given, problem: _Problem) -> dict[str, _Bound]:
+def _bounds(given: _Given) -> dict[str, _Bound]:
     """The sums of a piece for each gradient, from P and dS in float64."""
     q, k, v, out, dout, dlse = (x.to(torch.float64).nan_to_num(0.0, 0.0, 0.0) for x in given[:6])
-    scale, dtype = problem.softmax_scale, given.q.dtype
-    scores = (q * scale) @ k.transpose(1, 2)
-    hidden = problem.hidden(given)
-    if hidden is not None:
-        scores = scores.masked_fill(hidden, -torch.inf)
-    lse = scores.logsumexp(dim=-1)
+    scale, dtype = given.softmax_scale, given.q.dtype
+    p, lse = probabilities(q, k, given.hidden, scale)
     lse = lse.masked_fill(lse == -torch.inf, 0.0)
-    p = torch.exp(scores - lse.unsqueeze(-1))
     dp = dout @ v.transpose(1, 2)
     dots = (p * dp).sum(dim=-1)
     slope = dp - (dots - dlse).unsqueeze(-1)
@@ -231,7 +153,7 @@ def _bounds(given: _Given, problem: _Problem) -> dict[str, _Bound]:
     logit = step * (q.shape[2] / 16 + 4) * abs(scale) * length_q * longest_k
     of_p = 2 * logit + step * (2 * lse.abs() + 4)
     of_dp = step * ((v.shape[2] / 16 + 8) * length_dout * longest_v + dlse.abs())
-    keys, queries = (step * (n / 16 + 4) for n in (problem.seqlen_k, problem.seqlen_q * problem.group))
+    queries, keys = (step * (n / 16 + 4) for n in given.lengths)
     shift = p * ((dout * out).sum(dim=-1) - dots).unsqueeze(-1)
 
     size = ds.abs()
@@ -293,4 +215,4 @@ class _Sums:
         yardstick = 2 * plain_error.amax(dim=3, keepdim=True)
         contract = _ABSOLUTE * right.abs().amax(dim=3, keepdim=True).clamp_max(1.0)
         allowed = torch.maximum(floor, torch.minimum(yardstick, 2 * floor)) + contract
-        return Target(right, allowed.clamp_min(_SMALLEST))
+        return Target(right, allowed.clamp_min(SMALLEST))

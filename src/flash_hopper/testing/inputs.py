@@ -2,12 +2,13 @@
 
 Each operand is a view into a flat buffer that was filled with one NaN pattern first: in front of the view, behind
 it and in the gaps between its rows. A kernel that reads beyond a view meets NaN; one that writes beyond `out`
-leaves a trace, which `Inputs.out_is_contained` finds. Values are drawn on the CPU from the case's seed, so that a
-case holds the same bits on every device. `testing.run` is the caller.
+leaves a trace, which `Inputs.out_is_contained` finds. Rows that no sequence of a ragged batch uses hold NaN as well, and
+around the tensors of lengths lie wild numbers. Values are drawn on the CPU from the case's seed, so that a case holds the
+same bits on every device. `testing.run` is the caller.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torch import Generator, Tensor
 
 from flash_hopper.problem.dtypes import DType
 from flash_hopper.testing.cases import Case
+from flash_hopper.testing.lengths import Side
 
 TORCH_DTYPES = {
     DType.BF16: torch.bfloat16,
@@ -30,6 +32,7 @@ _NAN_BITS = {
     torch.float16: (torch.int16, 0x7FE5),
     torch.float32: (torch.int32, 0x7FE5E5E5),
     torch.float64: (torch.int64, 0x7FFDE5E5E5E5E5E5),
+    torch.int32: (torch.int32, 0x7FE5E5E5),  # no NaN, but no length either
 }
 # dimensions of stride 0, by layout
 _EXPANDED = {
@@ -49,7 +52,8 @@ _ODD_STRIDES = (2**33 + 1, 7, 3)
 class Inputs:
     """Operands of a case on a device; `buffers` holds each view's memory.
 
-    `out` is None if the case gives none, `dout` and `dlse` where nothing is passed back.
+    `out` is None if the case gives none, `dout` and `dlse` where nothing is passed back. `lengths` holds the tensors of
+    a ragged call by the names of its arguments.
     """
 
     q: Tensor
@@ -59,9 +63,10 @@ class Inputs:
     buffers: dict[str, Tensor]
     dout: Tensor | None = None
     dlse: Tensor | None = None
+    lengths: dict[str, Tensor] = field(default_factory=dict)
 
     def snapshot(self) -> dict[str, Tensor]:
-        """Copies of the memory of all inputs: q, k, v, dout and dlse."""
+        """Copies of the memory of all inputs: q, k, v, dout, dlse and lengths."""
         return {name: _bits(flat).clone() for name, flat in self.buffers.items() if name != "o"}
 
     def changed(self, snapshot: dict[str, Tensor]) -> str | None:
@@ -94,20 +99,48 @@ def make_inputs(case: Case, device: torch.device | str = "cpu") -> Inputs:
         views.update(_packed_views(case, dtype, device, buffers))
     for operand in "qkvo" if case.give_out else "qkv":
         if operand not in views:
-            views[operand] = view(operand, case.shape(operand), _place(case, operand), dtype)
+            views[operand] = view(operand, case.grid(operand), _place(case, operand), dtype)
+    used = {name: used_rows(case.side(name)) if case.is_ragged else None for name in ("q", "k")}
     for operand, values in zip("qkv", draw(case), strict=True):
-        _write(views[operand], values)
-    inputs = Inputs(views["q"], views["k"], views["v"], views.get("o"), buffers)
+        _write(views[operand], values, used["q" if operand == "q" else "k"])
+    q, k, v, out = (_as_given(case, operand, views.get(operand)) for operand in "qkvo")
+    assert q is not None and k is not None and v is not None, "inputs are always made"
+    inputs = Inputs(q, k, v, out, buffers)
+    for name, lengths in case.length_tensors().items():
+        inputs.lengths[name] = view(name, (len(lengths),), _slice_of((len(lengths),)), torch.int32)
+        inputs.lengths[name].copy_(torch.tensor(lengths, dtype=torch.int32))
     if case.is_backward:
         dout, dlse = draw_gradients(case)
         if case.dout != "none":
-            inputs.dout = view("dout", dout.shape, _dout_place(case.shape("o"), case.dout), dtype)
-            _write(inputs.dout, dout)
+            whole = view("dout", case.grid("o"), _dout_place(case.grid("o"), case.dout), dtype)
+            _write(whole, dout, used["q"])
+            inputs.dout = _as_given(case, "o", whole)
         if case.dlse != "none":
             wide = torch.float64 if dtype == torch.float64 else torch.float32
-            inputs.dlse = view("dlse", dlse.shape, _dlse_place(tuple(dlse.shape), case.dlse), wide)
-            _write(inputs.dlse, dlse)
+            whole = view("dlse", tuple(dlse.shape), _dlse_place(tuple(dlse.shape), case.dlse), wide)
+            _write(whole.transpose(1, 2), dlse.transpose(1, 2), used["q"])
+            inputs.dlse = whole[0] if len(case.lse_shape) == 2 else whole
     return inputs
+
+
+def _as_given(case: Case, operand: str, view: Tensor | None) -> Tensor | None:
+    """A view of the sizes of `Case.grid` as the call takes it: a packed one has no batch."""
+    return view[0] if view is not None and len(case.shape(operand)) == 3 else view
+
+
+def used_rows(side: Side) -> tuple[Tensor, Tensor]:
+    """Indices (batch entry, row) of all rows that sequences use, one after another, in a tensor of `Case.grid`'s sizes."""
+    lengths = torch.tensor(side.lengths, dtype=torch.int64)
+    starts = torch.tensor(side.starts, dtype=torch.int64).view(-1, 2)
+    entry, first = (x.repeat_interleave(lengths) for x in starts.unbind(1))
+    return entry, first + _places(side)
+
+
+def _places(side: Side) -> Tensor:
+    """The place within its sequence of each row that `used_rows` lists."""
+    lengths = torch.tensor(side.lengths, dtype=torch.int64)
+    ends = lengths.cumsum(0)
+    return torch.arange(int(ends[-1]) if len(ends) else 0) - (ends - lengths).repeat_interleave(lengths)
 
 
 def nan_buffer(elements: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
@@ -135,7 +168,7 @@ class _Place(NamedTuple):
 
 
 def _place(case: Case, operand: str) -> _Place:
-    shape = case.shape(operand)
+    shape = case.grid(operand)
     layout = case.layout if operand in case.strided else "bshd"
     if layout in _EXPANDED:
         return _expanded(shape, *_EXPANDED[layout]) if operand != "o" else _slice_of(shape)
@@ -205,8 +238,8 @@ def _packed_views(
     """Slices of one buffer, which is put under "packed" into `buffers`."""
     operands = case.strided.replace("o", "")
     along = 2 if case.d == case.dv else 3
-    sizes = [case.shape(operand)[along] for operand in operands]
-    whole = list(case.shape("k"))
+    sizes = [case.grid(operand)[along] for operand in operands]
+    whole = list(case.grid("k"))
     whole[along] = sum(sizes)
     place = _slice_of(tuple(whole))
     buffers["packed"] = nan_buffer(place.elements, dtype, device)
@@ -214,18 +247,23 @@ def _packed_views(
     return zip(operands, views, strict=True)
 
 
-def _write(view: Tensor, values: Tensor) -> None:
-    """Store values; a dimension of stride 0 takes its first entry."""
+def _write(view: Tensor, values: Tensor, used: tuple[Tensor, Tensor] | None) -> None:
+    """Store values (batch, rows, ...), only those of used rows if any are not; a dimension of stride 0 takes its first."""
+    is_shared = any(view.shape[dim] > 1 and view.stride(dim) == 0 for dim in (0, 1))
     for dim in range(view.dim()):
         if view.stride(dim) == 0 and view.shape[dim] > 1:
             view, values = view.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
-    view.copy_(values)
+    if used is None or is_shared:
+        view.copy_(values)
+        return
+    entry, row = used
+    view[entry.to(view.device), row.to(view.device)] = values[entry, row].to(view.device, view.dtype)
 
 
 def draw(case: Case) -> tuple[Tensor, Tensor, Tensor]:
-    """Values of q, k and v as float32 on the CPU, contiguous, before they are rounded to the case's dtype."""
+    """Values of q, k and v as float32 on the CPU, of the sizes of `Case.grid`, before they are rounded to the dtype."""
     generator = Generator().manual_seed(case.seed)
-    q, k, v = (torch.randn(case.shape(operand), generator=generator) for operand in "qkv")
+    q, k, v = (torch.randn(case.grid(operand), generator=generator) for operand in "qkv")
     if case.values == "small":
         return q * 1e-3, k * 1e-3, v * 1e-3
     if case.values == "large":
@@ -235,8 +273,8 @@ def draw(case: Case) -> tuple[Tensor, Tensor, Tensor]:
             x[..., 3::16] *= 20
         return q, k, v
     if case.values == "mixed":
-        factor = (10.0 ** (torch.arange(case.batch) % 5 - 2))[:, None, None, None]
-        return q * factor.sqrt(), k * factor.sqrt(), v * factor
+        of_rows, of_keys = (10.0 ** (_positions(case, side).sequence % 5 - 2)[..., None, None] for side in ("q", "k"))
+        return q * of_rows.sqrt(), k * of_keys.sqrt(), v * of_keys
     if case.values == "samesign":
         return q, k, v.abs() + 0.5
     if case.values == "onehot":
@@ -247,10 +285,11 @@ def draw(case: Case) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def draw_gradients(case: Case) -> tuple[Tensor, Tensor]:
-    """Values of dout (like out) and dlse (batch, heads, seqlen_q) as float32 on the CPU, contiguous, not rounded."""
+    """Values of dout, of the sizes of `Case.grid`, and dlse (batch, heads, rows) as float32 on the CPU, not rounded."""
     generator = Generator().manual_seed((case.seed + 1) * _GRADIENT_SEED % _SEEDS)
-    dout = torch.randn(case.shape("o"), generator=generator)
-    dlse = 4 * torch.randn(case.batch, case.heads, case.seqlen_q, generator=generator)
+    batch, rows, heads, _ = case.grid("o")
+    dout = torch.randn(case.grid("o"), generator=generator)
+    dlse = 4 * torch.randn(batch, heads, rows, generator=generator)
     if case.values == "large":
         dout = dout * 1e-3  # the gradients of k stay within float16
     if case.values == "outlier":
@@ -258,12 +297,34 @@ def draw_gradients(case: Case) -> tuple[Tensor, Tensor]:
     if case.values == "samesign":
         dout = dout.abs() + 0.5
     if case.values == "mixed":
-        factor = 10.0 ** ((torch.arange(case.batch) + 2) % 5 - 2)  # another order than that of v
-        dout = dout * factor[:, None, None, None]
+        factor = 10.0 ** ((_positions(case, "q").sequence + 2) % 5 - 2)  # another order than that of v
+        dout = dout * factor[..., None, None]
     if case.values == "gated":
         gate = 10 ** (-4 * torch.rand(dout.shape[:3], generator=generator))
         dout = dout * (gate * (torch.rand(gate.shape, generator=generator) > 0.2))[..., None]
     return dout, dlse
+
+
+class _Positions(NamedTuple):
+    """For each row of a tensor of `Case.grid`'s sizes, (batch, rows): its sequence, its place there, and its length.
+
+    A row that no sequence uses has length 0.
+    """
+
+    sequence: Tensor
+    place: Tensor
+    length: Tensor
+
+
+def _positions(case: Case, name: str) -> _Positions:
+    side = case.side(name)
+    batch, rows = case.grid(name)[:2]
+    lengths = torch.tensor(side.lengths, dtype=torch.int64)
+    found = _Positions(*(torch.zeros(batch, rows, dtype=torch.int64) for _ in range(3)))
+    at = used_rows(side)
+    found.sequence[at] = torch.arange(len(lengths)).repeat_interleave(lengths)
+    found.place[at], found.length[at] = _places(side), lengths.repeat_interleave(lengths)
+    return found
 
 
 def _magnitude(case: Case) -> float:
@@ -275,12 +336,22 @@ def _magnitude(case: Case) -> float:
 def _one_hot(case: Case, k: Tensor, generator: Generator) -> tuple[Tensor, Tensor]:
     """Keys of signs; every query is a multiple of one of its key head's keys, with 40 as the logit of this pair."""
     k = k.sign()
-    if case.seqlen_k == 0 or case.heads == 0:
-        return torch.zeros(case.shape("q")), k
-    chosen = torch.randint(case.seqlen_k, (case.batch, case.seqlen_q, case.heads, 1), generator=generator)
-    of_head = k.repeat_interleave(case.heads // case.heads_k, dim=2)
-    q = of_head.gather(1, chosen.expand(-1, -1, -1, case.d))
+    batch, rows, heads, d = case.grid("q")
+    if k.numel() == 0 or heads == 0:
+        return torch.zeros(case.grid("q")), k
+    chosen = _chosen_keys(case, torch.rand(batch, rows, heads, generator=generator))
+    of_head = k.repeat_interleave(heads // case.heads_k, dim=2).flatten(0, 1)
+    q = of_head.gather(0, chosen.flatten(0, 1)[..., None].expand(-1, -1, d)).view(batch, rows, heads, d)
     return q * _towards(case) * (40 / (_magnitude(case) * case.d)), k
+
+
+def _chosen_keys(case: Case, share: Tensor) -> Tensor:
+    """For share (batch, rows, heads) of 0 to 1 a key of the row's sequence: its index in k with the batch flattened."""
+    keys, sequence = case.side("k"), _positions(case, "q").sequence
+    lengths = torch.tensor(keys.lengths or (0,), dtype=torch.int64)
+    starts = torch.tensor([entry * keys.rows + row for entry, row in keys.starts] or [0], dtype=torch.int64)
+    place = (share * lengths[sequence][..., None]).long()
+    return (starts[sequence][..., None] + place).clamp_max(case.grid("k")[0] * case.grid("k")[1] - 1)
 
 
 def _towards(case: Case) -> float:
@@ -306,18 +377,20 @@ def _directed(case: Case, q: Tensor, k: Tensor, generator: Generator) -> tuple[T
 
 
 def _factors(case: Case, generator: Generator) -> tuple[Tensor, Tensor]:
-    """Row factors (batch, seqlen_q, heads) and key factors (batch, seqlen_k, heads_k); products are logits."""
-    row = torch.ones(case.shape("q")[:3])
-    key = torch.ones(case.shape("k")[:3])
+    """Row factors (batch, rows, heads) and key factors (batch, keys, heads_k); products are logits."""
+    row = torch.ones(case.grid("q")[:3])
+    key = torch.ones(case.grid("k")[:3])
     if case.values == "negative":
         return row, key * -200
     if case.values == "extreme":
         sides = torch.randn(key.shape, generator=generator).sign()
         sides[:, :, 1::2] = 1.0
         return torch.randn(row.shape, generator=generator).sign(), 120 * sides
-    # a slope: up to 400 nats over all keys, at most a quarter nat a key
-    height = min(400.0, 0.25 * case.seqlen_k)
-    key = key * (torch.linspace(-height / 2, height / 2, case.seqlen_k)[:, None] if case.seqlen_k > 1 else 1.0)
+    # a slope over each sequence: up to 400 nats over all keys, at most a quarter nat a key
+    at = _positions(case, "k")
+    height = (0.25 * at.length).clamp_max(400.0)
+    slope = torch.where(at.length > 1, height * (at.place / (at.length - 1).clamp_min(1) - 0.5), 1.0)
+    key = key * slope[..., None]
     if case.values == "slopes":
         return torch.rand(row.shape, generator=generator) * 2 - 1, key
     return row, -key if case.values == "falling" else key

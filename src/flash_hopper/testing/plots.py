@@ -10,8 +10,7 @@ from typing import Any
 
 from flash_hopper.problem.errors import ArgumentError, MissingDependencyError
 from flash_hopper.testing.bench_rows import OURS, BenchRow
-from flash_hopper.testing.bench_suites import length_label
-from flash_hopper.testing.tables import LABELS
+from flash_hopper.testing.tables import LABELS, columns_of
 
 COLOURS = {
     "ours": "#d1495b",
@@ -59,12 +58,12 @@ def plot_rows(env: dict[str, Any], rows: Sequence[BenchRow], path: Path) -> None
 
 def _draw_panel(axis: Any, rows: Sequence[BenchRow], title: str) -> None:
     has_rate = any(row.tflops is not None for row in rows)
-    lengths = sorted({row.seqlen_q for row in rows})
+    columns = columns_of(rows)
     for provider in (p for p in LABELS if any(row.provider == p for row in rows)):
-        points = sorted((row for row in rows if row.provider == provider), key=lambda row: row.seqlen_q)
+        points = sorted((r for r in rows if r.provider == provider), key=lambda row: columns.index(row.column))
         is_ours = provider == OURS
         axis.plot(
-            [lengths.index(row.seqlen_q) for row in points],
+            [columns.index(row.column) for row in points],
             [row.tflops if has_rate else row.us for row in points],
             color=COLOURS[provider],
             label=LABELS[provider].replace("`", ""),
@@ -74,7 +73,7 @@ def _draw_panel(axis: Any, rows: Sequence[BenchRow], title: str) -> None:
             zorder=3 if is_ours else 2,
         )
     axis.set_title(title, fontsize=10, color=INK)
-    axis.set_xticks(range(len(lengths)), [length_label(n) for n in lengths])
+    axis.set_xticks(range(len(columns)), [column.replace(", ", "\n").replace(" w", "\nw") for column in columns])
     axis.set_ylabel("TFLOP/s" if has_rate else "us", fontsize=9, color=INK)
     axis.set_ylim(bottom=0)
     axis.tick_params(labelsize=8, colors=INK, length=0)

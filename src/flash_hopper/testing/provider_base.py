@@ -4,6 +4,7 @@
 """
 
 import importlib
+import itertools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -23,13 +24,15 @@ class ProviderAbsent(Exception):
 @dataclass(frozen=True, slots=True, eq=False)
 class Inputs:
     """q, k, v (batch, seqlen, heads, head_dim) of one shape, out for providers that write into one, and the gradient of
-    out for the backward. Two objects are never equal: they are compared by identity."""
+    out for the backward. Packed tensors have rows in place of batch and seqlen, and `cu_seqlens` (batch + 1,) int32, the
+    same for queries and keys. Two objects are never equal: they are compared by identity."""
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
     out: torch.Tensor
     dout: torch.Tensor
+    cu_seqlens: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +66,17 @@ def make_inputs(shape: BenchShape, device: torch.device | str, seed: int = 0) ->
     generator = torch.Generator(device=device).manual_seed(seed)
     dtype = TORCH_DTYPES[shape.dtype]
 
-    def normal(seqlen: int, heads: int, dim: int) -> torch.Tensor:
-        return torch.randn(shape.batch, seqlen, heads, dim, generator=generator, device=device, dtype=dtype)
+    def normal(name: str, heads: int, dim: int) -> torch.Tensor:
+        return torch.randn(*shape.rows(name), heads, dim, generator=generator, device=device, dtype=dtype)
 
-    q = normal(shape.seqlen_q, shape.heads, shape.d)
-    k, v = normal(shape.seqlen_k, shape.heads_k, shape.d), normal(shape.seqlen_k, shape.heads_k, shape.dv)
-    dout = normal(shape.seqlen_q, shape.heads, shape.dv)
-    return Inputs(q, k, v, torch.empty_like(dout), dout)
+    q = normal("q", shape.heads, shape.d)
+    k, v = normal("k", shape.heads_k, shape.d), normal("v", shape.heads_k, shape.dv)
+    dout = normal("q", shape.heads, shape.dv)
+    cu_seqlens = None
+    if shape.is_ragged:
+        ends = list(itertools.accumulate((length for length, _ in shape.sequences), initial=0))
+        cu_seqlens = torch.tensor(ends, dtype=torch.int32, device=device)
+    return Inputs(q, k, v, torch.empty_like(dout), dout, cu_seqlens)
 
 
 def function_of(module: str, name: str) -> Callable[..., object]:

@@ -51,23 +51,33 @@ def prepare(name: str, shape: BenchShape, inputs: Inputs) -> Prepared:
 
 
 def _ours(shape: BenchShape, inputs: Inputs) -> Prepared:
-    return Prepared(lambda: flash_hopper.flash_attn_func(inputs.q, inputs.k, inputs.v, causal=shape.causal))
+    return _call_of_ours(shape, inputs)
 
 
 def _ours_out(shape: BenchShape, inputs: Inputs) -> Prepared:
-    return Prepared(
-        lambda: flash_hopper.flash_attn_func(inputs.q, inputs.k, inputs.v, causal=shape.causal, out=inputs.out)
-    )
+    return _call_of_ours(shape, inputs, out=inputs.out)
 
 
 def _ours_deterministic(shape: BenchShape, inputs: Inputs) -> Prepared:
-    return Prepared(
-        lambda: flash_hopper.flash_attn_func(inputs.q, inputs.k, inputs.v, causal=shape.causal, deterministic=True)
-    )
+    return _call_of_ours(shape, inputs, deterministic=True)
+
+
+def _call_of_ours(shape: BenchShape, inputs: Inputs, **options: Any) -> Prepared:
+    q, k, v, cu_seqlens = inputs.q, inputs.k, inputs.v, inputs.cu_seqlens
+    if shape.left is not None:
+        options["window_size"] = shape.window
+    if cu_seqlens is None:
+        return Prepared(lambda: flash_hopper.flash_attn_func(q, k, v, causal=shape.causal, **options))
+    rows = cu_seqlens, cu_seqlens, shape.seqlen_q, shape.seqlen_k
+    return Prepared(lambda: flash_hopper.flash_attn_varlen_func(q, k, v, *rows, causal=shape.causal, **options))
 
 
 def _sdpa(backend: SDPBackend) -> Maker:
     def make(shape: BenchShape, inputs: Inputs) -> Prepared:
+        if shape.is_ragged or shape.left is not None:
+            if backend == SDPBackend.FLASH_ATTENTION:
+                return _torch_flash(shape, inputs)
+            raise ProviderAbsent("scaled_dot_product_attention has no windows and no packed batches")
         if shape.causal and shape.seqlen_q != shape.seqlen_k:
             raise ProviderAbsent("is_causal is aligned top-left there, which differs for unequal lengths")
         q, k, v = (t.transpose(1, 2) for t in (inputs.q, inputs.k, inputs.v))
@@ -81,15 +91,31 @@ def _sdpa(backend: SDPBackend) -> Maker:
     return make
 
 
+def _torch_flash(shape: BenchShape, inputs: Inputs) -> Prepared:
+    """The operator behind SDPA's flash backend, which takes offsets of sequences and windows."""
+    longest = shape.seqlen_q, shape.seqlen_k
+    arguments = inputs.q, inputs.k, inputs.v, inputs.cu_seqlens, inputs.cu_seqlens, *longest, 0.0, shape.causal, False
+    options: dict[str, Any] = {"scale": shape.problem.softmax_scale}
+    if shape.left is not None:
+        options |= {"window_size_left": shape.left, "window_size_right": 0 if shape.causal else None}
+    return Prepared(lambda: torch.ops.aten._flash_attention_forward(*arguments, **options))
+
+
 def flash_attn_like(module: str) -> Maker:
-    """A module with FlashAttention's `flash_attn_func(q, k, v, softmax_scale, causal)`."""
+    """A module with FlashAttention's `flash_attn_func(q, k, v, softmax_scale, causal)` and `flash_attn_varlen_func`."""
 
     def make(shape: BenchShape, inputs: Inputs) -> Prepared:
-        function = function_of(module, "flash_attn_func")
+        name = "flash_attn_varlen_func" if shape.is_ragged else "flash_attn_func"
+        function = function_of(module, name)
         options: dict[str, Any] = {"softmax_scale": shape.problem.softmax_scale, "causal": shape.causal}
+        if shape.left is not None:
+            options["window_size"] = shape.window
+        if shape.is_ragged:
+            options |= {"cu_seqlens_q": inputs.cu_seqlens, "cu_seqlens_k": inputs.cu_seqlens}
+            options |= {"max_seqlen_q": shape.seqlen_q, "max_seqlen_k": shape.seqlen_k}
         unknown = set(options) - set(inspect.signature(function).parameters)
         if unknown:
-            raise ProviderAbsent(f"{module}.flash_attn_func does not take {', '.join(sorted(unknown))}")
+            raise ProviderAbsent(f"{module}.{name} does not take {', '.join(sorted(unknown))}")
         return Prepared(lambda: function(inputs.q, inputs.k, inputs.v, **options))
 
     return make

@@ -4,6 +4,7 @@ Checked are values against float64 (out and lse by `testing.compare`, gradients 
 dtypes, that `out=` is what is returned, that nothing around it was written, that the inputs, dout and dlse and their
 surroundings are unchanged, and that repeated calls give the same bits (gradients: with deterministic=True; otherwise
 every call's are compared with float64). Memory that the call allocates with torch starts as NaN, like a given `out`.
+In a ragged call rows that no sequence uses hold NaN in every input; results are checked there as well.
 Called by `cli/verify.py` and `tests/`.
 """
 
@@ -15,14 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_hopper.api import flash_attn_func
+from flash_hopper.api import flash_attn_backward_func, flash_attn_func, flash_attn_varlen_func
 from flash_hopper.testing.cases import Case
 from flash_hopper.testing.compare import Comparison, Target, compare, expect
 from flash_hopper.testing.gradients import expect_gradients
 from flash_hopper.testing.inputs import Inputs, make_inputs
+from flash_hopper.testing.ragged_targets import Call, expect_ragged, expect_ragged_gradients
+
+_AROUND = 7.0  # what lies around a buffer of gradients
 
 Attention = Callable[..., Any]
-"""Something with the signature of `flash_hopper.flash_attn_func`."""
+"""Something with the signature of `flash_hopper.flash_attn_func`, or of `flash_attn_varlen_func` for ragged cases."""
 
 Results = dict[str, Tensor]
 """What a call gave: out, lse if it was returned, and dq, dk, dv as far as they were asked for."""
@@ -52,11 +56,12 @@ def run_case(
 ) -> CaseResult:
     """Run `case` on `device` and check it; with `repeat` > 1 also that all calls give the same bits.
 
-    `function` is called like `flash_hopper.flash_attn_func`, which is the default. An exception, whatever it is,
+    `function` is called like `flash_hopper.flash_attn_func`, which is the default, or, for a ragged case, like
+    `flash_attn_varlen_func`. An exception, whatever it is,
     makes the case fail with its text.
     """
     try:
-        found = _checked(case, torch.device(device), function or flash_attn_func, repeat)
+        found = _checked(case, torch.device(device), function or _public_function(case), repeat)
     except Exception as error:
         text = str(error) if isinstance(error, _Broken) else f"{type(error).__name__}: {error}"
         return CaseResult(case, False, " ".join(text.split()), torch.inf, torch.inf)
@@ -120,9 +125,20 @@ def _checked(case: Case, device: torch.device, function: Attention, repeat: int)
     return found
 
 
+def _public_function(case: Case) -> Attention:
+    return flash_attn_varlen_func if case.is_ragged else flash_attn_func
+
+
 def _expected(case: Case, inputs: Inputs, out: Tensor) -> dict[str, Target]:
     """What float64 gives for each result, with the error allowed; gradients for the out that was returned."""
-    options: dict[str, Any] = {"softmax_scale": case.problem().softmax_scale, "causal": case.causal}
+    problem = case.problem()
+    if case.is_ragged:
+        call = Call(
+            inputs.q, inputs.k, inputs.v, case.side("q"), case.side("k"), problem.softmax_scale, problem.mask
+        )  # fmt: skip
+        gradients = expect_ragged_gradients(call, out, inputs.dout, inputs.dlse) if case.is_backward else {}
+        return expect_ragged(call) | gradients
+    options: dict[str, Any] = {"softmax_scale": problem.softmax_scale, "mask": problem.mask}
     right = expect(inputs.q, inputs.k, inputs.v, **options)
     expected = {"out": Target(right.out, right.out_allowed), "lse": Target(right.lse, right.lse_allowed)}
     if case.is_backward:
@@ -133,22 +149,58 @@ def _expected(case: Case, inputs: Inputs, out: Tensor) -> dict[str, Target]:
 def _call(case: Case, inputs: Inputs, function: Attention) -> Results:
     """One call with its backward, if the case asks for it, finished, with everything but the values checked."""
     q, k, v = (
-        x.detach().requires_grad_() if case.is_backward and name in case.grads else x
+        x.detach().requires_grad_() if case.is_backward and name in case.grads and case.into == "fresh" else x
         for name, x in zip("qkv", (inputs.q, inputs.k, inputs.v), strict=True)
     )
-    given: dict[str, Any] = {"out": inputs.out} if case.give_out else {}
-    if case.deterministic:
-        given["deterministic"] = True
     with nan_allocations():
-        result = function(q, k, v, case.scale, causal=case.causal, return_lse=case.return_lse, **given)
+        result = function(q, k, v, *_lengths(case, inputs), **call_options(case, inputs))
         results = _unpacked(case, result)
-        if case.is_backward:
+        if case.is_backward and case.into == "fresh":
             results |= _gradients(case, inputs, results, {"q": q, "k": k, "v": v})
+        elif case.is_backward:
+            results |= _added_gradients(case, inputs, results)
         if q.is_cuda:
             torch.cuda.synchronize(q.device)
     results = {name: x.detach() for name, x in results.items()}
     _check_alike(case, inputs, results)
     return results
+
+
+def _lengths(case: Case, inputs: Inputs) -> tuple[Any, ...]:
+    """What stands behind q, k and v: the scale, or what makes a call ragged."""
+    if not case.is_ragged:
+        return (case.scale,)
+    hints = (max_seqlen(case, side, inputs.q.device) for side in ("q", "k"))
+    return inputs.lengths.get("cu_seqlens_q"), inputs.lengths.get("cu_seqlens_k"), *hints
+
+
+def max_seqlen(case: Case, side: str, device: torch.device) -> Any:
+    """max_seqlen_q or max_seqlen_k as the case gives it."""
+    value = case.hinted(side)
+    if case.hint == "none":
+        return None
+    if case.hint == "numpy":
+        return torch.tensor(value).numpy()[()]  # numpy's own integer
+    if case.hint in ("host", "device"):
+        return torch.tensor(value, dtype=torch.int32, device=device if case.hint == "device" else "cpu")
+    return value
+
+
+def call_options(case: Case, inputs: Inputs) -> dict[str, Any]:
+    """The keyword arguments of the call; none but those that the case is about."""
+    given: dict[str, Any] = {"causal": case.causal, "return_lse": case.return_lse}
+    if case.give_out:
+        given["out"] = inputs.out
+    if case.deterministic:
+        given["deterministic"] = True
+    if (case.left, case.right) != (None, None):
+        given["window_size"] = (case.left, case.right)
+    if case.chunk:
+        given["attention_chunk"] = case.chunk
+    if case.is_ragged:
+        given["softmax_scale"] = case.scale
+        given |= {name: x for name, x in inputs.lengths.items() if name.startswith("seqused")}
+    return given
 
 
 def _unpacked(case: Case, result: Any) -> Results:
@@ -167,15 +219,48 @@ def _gradients(case: Case, inputs: Inputs, results: Results, operands: dict[str,
     return {f"d{name}": grad for name, grad in zip(case.grads, found, strict=True)}
 
 
+def _added_gradients(case: Case, inputs: Inputs, results: Results) -> Results:
+    """dq, dk, dv, as far as the case asks for them, added to float32 zeros by the explicit backward."""
+    tensors = {"q": inputs.q, "k": inputs.k, "v": inputs.v}
+    wholes: Results = {}
+    targets: dict[str, Tensor | None] = dict.fromkeys(tensors)
+    for name in case.grads:
+        heads, dim = tensors[name].shape[-2:]
+        around = (3, 8) if case.into == "holes" else (0, 0)
+        sizes = (*tensors[name].shape[:-2], heads + around[0], dim + around[1])
+        wholes[name] = torch.full(sizes, _AROUND, dtype=torch.float32, device=inputs.q.device)
+        part = wholes[name][..., around[0] // 2 :, around[1] // 2 :][..., :heads, :dim]
+        targets[name] = part.zero_()
+    options = call_options(case, inputs)
+    del options["return_lse"]
+    if case.is_ragged:
+        options |= {name: x for name, x in inputs.lengths.items() if name.startswith("cu_seqlens")}
+        options |= {f"max_seqlen_{side}": max_seqlen(case, side, inputs.q.device) for side in ("q", "k")}
+    options["softmax_scale"] = case.scale
+    given = inputs.dout, *tensors.values(), results["out"], results["lse"]
+    found = flash_attn_backward_func(*given, dlse=inputs.dlse, grad_out=tuple(targets.values()), **options)  # type: ignore[arg-type]
+    if not all(got is given for got, given in zip(found, targets.values(), strict=True)):
+        raise _Broken("what is returned are not the given buffers of gradients")
+    added = {f"d{name}": target.clone() for name, target in targets.items() if target is not None}
+    for name, whole in wholes.items():
+        target = targets[name]
+        assert target is not None, "a buffer that was made"
+        target.fill_(_AROUND)
+        if not bool((whole == _AROUND).all()):
+            raise _Broken(f"memory outside the view of d{name} was written")
+    return added
+
+
 def _check_alike(case: Case, inputs: Inputs, results: Results) -> None:
     """Shapes, dtypes and devices of everything; out is the one that was given."""
     dtype, device = inputs.q.dtype, inputs.q.device
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     shapes = {"out": case.shape("o"), "dq": case.shape("q"), "dk": case.shape("k"), "dv": case.shape("v")}
     for name, x in results.items():
-        want: tuple[Any, ...] = shapes.get(name), dtype, device
+        is_added = case.into != "fresh" and name in ("dq", "dk", "dv")
+        want: tuple[Any, ...] = shapes.get(name), torch.float32 if is_added else dtype, device
         if name == "lse":
-            want = (case.batch, case.heads, case.seqlen_q), wide, device
+            want = case.lse_shape, wide, device
         if (tuple(x.shape), x.dtype, x.device) != want:
             raise _Broken(f"{name} is {(tuple(x.shape), x.dtype, x.device)}, expected {want}")
     out = results["out"]

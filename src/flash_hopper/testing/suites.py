@@ -1,6 +1,6 @@
 """The suites of cases, by name, and the kernels that they need.
 
-The grids are in `forward_cases` and `backward_cases`. Called by `cli/verify.py`, `cli/compile.py` and `tests/`.
+The grids are in `forward_cases`, `backward_cases`, `window_cases` and `ragged_cases`. Called by `cli/verify.py`, `cli/compile.py` and `tests/`.
 """
 
 from collections.abc import Callable, Iterable
@@ -9,8 +9,9 @@ from dataclasses import replace
 from flash_hopper.compile.key import Plan
 from flash_hopper.plan.backward import BackwardRequest, plan_backward
 from flash_hopper.plan.forward import ForwardPlan, plan_forward
+from flash_hopper.plan.schedule import SchedulePlan
 from flash_hopper.problem.errors import ArgumentError
-from flash_hopper.testing import backward_cases, forward_cases
+from flash_hopper.testing import backward_cases, forward_cases, ragged_cases, window_cases
 from flash_hopper.testing.cases import Case
 
 _SEED_STEP = 1_000_003  # between the seeds of two `--seed` values; larger than any suite
@@ -21,6 +22,11 @@ _SUITES: dict[str, Callable[[], list[Case]]] = {
     "backward": backward_cases.backward,
     "backward-smoke": backward_cases.smoke,
     "backward-sanitizer": backward_cases.sanitizer,
+    "ragged": ragged_cases.ragged,
+    "window": window_cases.windows,
+    "ragged-smoke": ragged_cases.smoke,
+    "ragged-sanitizer": ragged_cases.sanitizer,
+    "accumulate": ragged_cases.accumulate,
 }
 
 
@@ -54,7 +60,9 @@ def backward_plans_of(case: Case) -> list[Plan]:
     problem = case.problem()
     if not case.is_backward or problem.has_no_output or problem.has_no_keys:
         return []
-    request = BackwardRequest("q" in case.grads, case.grads != "q", case.dlse != "none", case.deterministic)
+    request = BackwardRequest(
+        "q" in case.grads, case.grads != "q", case.dlse != "none", case.deterministic, case.into != "fresh"
+    )
     return list(plan_backward(problem, request).kernels())
 
 
@@ -62,5 +70,9 @@ def plans_of(cases: Iterable[Case]) -> list[Plan]:
     """The kernels that some cases need, each once, in the order of first use."""
     found: dict[Plan, None] = {}
     for case in cases:
-        found |= dict.fromkeys(plan for plan in (plan_of(case), *backward_plans_of(case)) if plan is not None)
+        forward = plan_of(case)
+        if forward is None:
+            continue
+        prepare = [SchedulePlan()] if forward.is_ragged else []
+        found |= dict.fromkeys([*prepare, forward, *backward_plans_of(case)])
     return list(found)

@@ -56,7 +56,7 @@ def render_tables(text: str, root: Path) -> str:
 
 
 def render_table(env: dict[str, Any], rows: Sequence[BenchRow]) -> str:
-    """One line per head dim, mask and provider, one column per length; the best of each cell is bold.
+    """One line per head dim, mask and provider, one column per length (and window, or way in which a batch is ragged); the best of each cell is bold.
 
     TFLOP/s for GPU protocols, microseconds for the others. `rows` are of one protocol and direction.
     """
@@ -65,17 +65,17 @@ def render_table(env: dict[str, Any], rows: Sequence[BenchRow]) -> str:
     if len({row.direction for row in rows}) > 1:
         raise ArgumentError("the rows hold both directions; a table shows one: name it behind the protocol")
     has_rate = any(row.tflops is not None for row in rows)
-    lengths = sorted({row.seqlen_q for row in rows})
+    columns = columns_of(rows)
     providers = [p for p in dict.fromkeys(row.provider for row in rows) if any(r.us for r in rows if r.provider == p)]
     unit = "TFLOP/s" if has_rate else "us"
     lines = [
-        f"| head dim | mask | {unit} | " + " | ".join(length_label(n) for n in lengths) + " |",
-        "|---|---|---|" + "---:|" * len(lengths),
+        f"| head dim | mask | {unit} | " + " | ".join(columns) + " |",
+        "|---|---|---|" + "---:|" * len(columns),
     ]
     for kind, causal in dict.fromkeys((row.kind, row.causal) for row in rows):
         group = [row for row in rows if (row.kind, row.causal) == (kind, causal)]
         for provider in providers:
-            cells = [_cell(group, provider, n, has_rate) for n in lengths]
+            cells = [_cell(group, provider, column, has_rate) for column in columns]
             mask = "causal" if causal else "full"
             lines.append(f"| {kind} | {mask} | {LABELS.get(provider, provider)} | " + " | ".join(cells) + " |")
     where = ", ".join(
@@ -87,8 +87,14 @@ def render_table(env: dict[str, Any], rows: Sequence[BenchRow]) -> str:
     return "\n".join(lines) + f"\n\n{where}, {str(env['date'])[:10]}, {what}.\n"
 
 
-def _cell(group: Sequence[BenchRow], provider: str, length: int, has_rate: bool) -> str:
-    column = [row for row in group if row.seqlen_q == length and row.us is not None]
+def columns_of(rows: Sequence[BenchRow]) -> list[str]:
+    """What a table or figure shows side by side: dense batches by their length, then ragged and windowed ones in order."""
+    dense = sorted({row.seqlen_q for row in rows if row.column == length_label(row.seqlen_q)})
+    return [*map(length_label, dense), *dict.fromkeys(r.column for r in rows if r.column != length_label(r.seqlen_q))]
+
+
+def _cell(group: Sequence[BenchRow], provider: str, name: str, has_rate: bool) -> str:
+    column = [row for row in group if row.column == name and row.us is not None]
     row = next((row for row in column if row.provider == provider), None)
     if row is None or row.us is None:
         return "-"

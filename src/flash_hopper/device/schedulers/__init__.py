@@ -1,5 +1,5 @@
 """How persistent CTAs find their next output tile.
 
-A scheduler hands out tile numbers; `geometry/tiles.py` says which tile a number is; `mailbox.py` carries coordinates
-from the producer warp to the consumers. A new scheduler is a class with `first`, `request` and `resolve`.
+`numbering.py` hands out tile numbers; `source.py` finds the tile of a number, in a dense batch by `geometry/tiles.py` or in a
+ragged one by its table, and is the scheduler warp; `mailbox.py` carries tiles from that warp to the others.
 """

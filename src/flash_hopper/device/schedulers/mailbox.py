@@ -1,48 +1,61 @@
-"""Tile coordinates from the producer warp to the consumers, two tiles ahead.
+"""Tiles from the scheduler warp to all others.
 
-The producer does the divisions of `geometry/tiles.py` once; a consumer warp reads three integers. The end of work is a
-coordinate with a negative block.
+One warp finds a tile; each of the others reads a few integers. The end of work is a tile with a negative block.
 """
 
 from typing import Any, NamedTuple
 
 from flash_hopper.device.dsl import Int32, cute, pipeline
 from flash_hopper.device.pipelines import thread_pipeline
-from flash_hopper.geometry.tiles import TileCoord
+from flash_hopper.device.sequences import make_batch
+from flash_hopper.geometry.arith import round_up
 from flash_hopper.plan.roles import PipelineSpec
 
-SLOT_INTS = 4  # block, head, batch, padding: one 16-byte slot
+
+def slot_ints(is_ragged: bool) -> int:
+    """Ints of a slot: the fields of a tile, in whole 16-byte pieces."""
+    return round_up(len(make_batch(is_ragged).tile_type._fields), 4)
 
 
-def make_mailbox(spec: PipelineSpec, storage: Any) -> "TileMailbox":
+def make_mailbox(spec: PipelineSpec, storage: Any, is_ragged: bool) -> "TileMailbox":
     """The mailbox in a kernel's `bar_tile` and `slots`; `spec` is the plan's tile pipeline."""
-    slots = storage.slots.get_tensor(cute.make_layout((SLOT_INTS, spec.stages)))
+    slots = storage.slots.get_tensor(cute.make_layout((slot_ints(is_ragged), spec.stages)))
     return TileMailbox(thread_pipeline(spec, storage.bar_tile), slots)
 
 
 class TileMailbox(NamedTuple):
-    """slots: (SLOT_INTS, stages) int32 in shared memory; pipe: one arrival fills a slot, one a consumer warp frees it."""
+    """slots: (ints, stages) in shared memory; pipe: one arrival fills a slot, one of each reading warp frees it."""
 
     pipe: pipeline.PipelineAsync
     slots: cute.Tensor
 
-    def post(self, state: Any, coord: TileCoord) -> None:
-        """Producer warp: put a coordinate into the next slot, once the consumers have read what was there."""
+    @property
+    def tile_type(self) -> Any:
+        """What a slot of this size holds."""
+        return make_batch(cute.size(self.slots, mode=[0]) == slot_ints(True)).tile_type
+
+    def post(self, state: Any, tile: Any) -> None:
+        """Scheduler warp: put a tile into the next slot, once everybody has read what was there."""
         self.pipe.producer_acquire(state)
         with cute.arch.elect_one():
-            for i in range(3):
-                self.slots[i, state.index] = coord[i]
+            for i, value in enumerate(tile):
+                self.slots[i, state.index] = value
             self.pipe.producer_commit(state)
 
-    def post_end(self, state: Any) -> None:
-        """Producer warp: no more tiles."""
-        self.post(state, TileCoord(Int32(-1), Int32(0), Int32(0)))
+    def wait_read(self, state: Any) -> None:
+        """Scheduler warp: until everybody has read what is in the next slot."""
+        self.pipe.producer_acquire(state)
 
-    def read(self, state: Any) -> TileCoord:
-        """Consumer warp, all lanes: wait for the next coordinate, read it and free its slot."""
+    def post_end(self, state: Any) -> None:
+        """Scheduler warp: no more tiles."""
+        self.post(state, self.tile_type(Int32(-1), *(Int32(0) for _ in self.tile_type._fields[1:])))
+
+    def read(self, state: Any) -> Any:
+        """Any other warp, all lanes: wait for the next tile, read it and free its slot."""
         self.pipe.consumer_wait(state)
         # the shuffle inside make_warp_uniform hands out lane 0's load, so the slot may be freed once it is done
-        coord = TileCoord(*(cute.arch.make_warp_uniform(self.slots[i, state.index]) for i in range(3)))
+        fields = range(len(self.tile_type._fields))
+        tile = self.tile_type(*(cute.arch.make_warp_uniform(self.slots[i, state.index]) for i in fields))
         with cute.arch.elect_one():
             self.pipe.consumer_release(state)
-        return coord
+        return tile

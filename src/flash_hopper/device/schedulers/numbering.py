@@ -1,6 +1,6 @@
-"""Schedulers: where a CTA's next tile number comes from. Called by the producer warp only, all lanes together."""
+"""Where a CTA's next tile number comes from. Called by the scheduler warp only, all lanes together."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from flash_hopper.device.dsl import Int32, cute
 
@@ -10,21 +10,13 @@ class StaticScheduler(NamedTuple):
 
     total: Int32
 
-    def first(self) -> Int32:
-        """The tile to start with; every CTA of the grid has one."""
-        return cute.arch.block_idx()[0]
-
-    def request(self, tile: Int32) -> Int32:
-        """Ask for the tile after `tile`, early."""
-        return tile + cute.arch.grid_dim()[0]
-
-    def resolve(self, requested: Int32) -> Int32:
-        """The tile number behind a request; >= total means that there is none."""
-        return requested
+    def following(self, number: Int32) -> Int32:
+        """The number after `number`; >= total means that there is none."""
+        return number + cute.arch.grid_dim()[0]
 
 
 class DynamicScheduler(NamedTuple):
-    """CTAs draw numbers from a counter in global memory, so the fast ones take more tiles.
+    """CTAs draw numbers from a counter in global memory, so the fast ones take more tiles. The first is a CTA's own.
 
     counter: (1,) int32, zero before the first launch. Every tile leads to exactly one draw, so the draw that returns
     total - 1 is the launch's last and sets the counter back to zero for the next launch on its stream. A draw comes
@@ -34,26 +26,23 @@ class DynamicScheduler(NamedTuple):
     total: Int32
     counter: cute.Tensor
 
-    def first(self) -> Int32:
-        """The tile to start with: the CTA's own number, without a draw."""
-        return cute.arch.block_idx()[0]
-
     @cute.jit
-    def request(self, tile: Int32) -> Int32:
-        """Draw early; lane 0 holds the answer, and nobody waits for it yet."""
-        drawn = Int32(0)
-        if cute.arch.lane_idx() == 0:
-            drawn = cute.arch.atomic_add(self.counter.iterator, Int32(1), sem="relaxed", scope="gpu")
-        return drawn
-
-    @cute.jit
-    def resolve(self, requested: Int32) -> Int32:
-        """The tile number drawn, the same in all lanes; >= total means that there is none."""
-        drawn = cute.arch.shuffle_sync(requested, offset=0)
+    def following(self, number: Int32) -> Int32:
+        """The number drawn, the same in all lanes; >= total means that there is none."""
+        drawn = draw(self.counter.iterator)
         if drawn == self.total - 1:
             if cute.arch.lane_idx() == 0:
                 self.counter[0] = Int32(0)
         return drawn + cute.arch.grid_dim()[0]
+
+
+@cute.jit
+def draw(counter: Any) -> Int32:
+    """Count one further; what was counted before, in all lanes."""
+    drawn = Int32(0)
+    if cute.arch.lane_idx() == 0:
+        drawn = cute.arch.atomic_add(counter, Int32(1), sem="relaxed", scope="gpu")
+    return cute.arch.shuffle_sync(drawn, offset=0)
 
 
 def make_scheduler(kind: str, total: Int32, counter: cute.Tensor | None) -> StaticScheduler | DynamicScheduler:

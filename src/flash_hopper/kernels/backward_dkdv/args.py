@@ -4,25 +4,32 @@ from typing import Any, NamedTuple
 
 from flash_hopper.device.dsl import Float32, Int32, cute
 from flash_hopper.device.schedulers.mailbox import TileMailbox
+from flash_hopper.device.schedulers.source import Work
+from flash_hopper.geometry.masks import MaskBounds
 
 
 class DkdvArgs(NamedTuple):
-    """Kernel parameters that change from call to call."""
+    """Kernel parameters that change from call to call. TMA's views of a ragged batch have one more mode, see
+    `device/sequences.py`; statistics and accumulators have padded rows then, of a batch of one."""
 
     mQ: cute.Tensor  # (seqlen_q, head_dim, heads, batch)
     mK: cute.Tensor  # (seqlen_k, head_dim, heads_k, batch)
     mV: cute.Tensor  # (seqlen_k, head_dim_v, heads_k, batch)
     mdO: cute.Tensor  # (seqlen_q, head_dim_v, heads, batch)
-    mdK: cute.Tensor  # (seqlen_k, head_dim, heads_k, batch), or like mAccumulator over heads_k
-    mdV: cute.Tensor  # (seqlen_k, head_dim_v, heads_k, batch), or like mAccumulator over heads_k
+    mdK: cute.Tensor  # (seqlen_k, head_dim, heads_k, batch), float32 if added to, or like mAccumulator over heads_k
+    mdV: cute.Tensor  # (seqlen_k, head_dim_v, heads_k, batch), likewise
     mStatistics: cute.Tensor  # (rows, heads, batch, 2) float32: LSE in base 2, D
     mAccumulator: cute.Tensor | None  # (4096, batch, heads, piece) float32, if dQ is added up
-    tile_counter: cute.Tensor | None  # (1,) int32, dynamic scheduler only
+    left: Int32 | None  # bounds of the mask, for windows and chunks only
+    right: Int32 | None
+    chunk: Int32 | None
     scale: Float32
     scale_log2: Float32
-    n_blocks: Int32
-    tiles: Int32
-    heads_per_section: Int32
+    work: Work
+
+    def mask(self, kind: str) -> MaskBounds:
+        """The mask, of the plan's kind."""
+        return MaskBounds(kind) if self.left is None else MaskBounds(kind, self.left, self.right, self.chunk)
 
 
 class DkdvAtoms(NamedTuple):
@@ -33,7 +40,7 @@ class DkdvAtoms(NamedTuple):
     tma_k: cute.CopyAtom
     tma_v: cute.CopyAtom
     tma_statistics: cute.CopyAtom
-    tma_dk: cute.CopyAtom | None  # None if dK and dV are added up
+    tma_dk: cute.CopyAtom | None  # None if dK and dV are added in memory
     tma_dv: cute.CopyAtom | None
     mma_s: cute.TiledMma  # 64 x tile_m: K Q^T and V dO^T, both from shared memory
     mma_dk: cute.TiledMma  # 64 x tile_hdim: dS^T Q, dS^T from registers
@@ -64,6 +71,7 @@ class Pipelines(NamedTuple):
     q: Any
     do: Any
     tiles: TileMailbox
+    p: Any | None  # split roles only
 
 
 class Resources(NamedTuple):

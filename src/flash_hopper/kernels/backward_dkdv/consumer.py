@@ -5,7 +5,7 @@ made (while dV runs); few registers. Deferred, where registers allow: S(i), dP(i
 together, P(i) is made while the other three run and dS(i) while the last two do. Warpgroups share nothing but the stages.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from flash_hopper.device.barriers import epilogue_sync
 from flash_hopper.device.dsl import Boolean, Float32, Int32, const_expr, cute, cutlass, warpgroup
@@ -13,8 +13,10 @@ from flash_hopper.device.layouts import acc_as_rows
 from flash_hopper.device.pipelines import consumer_state
 from flash_hopper.device.probabilities import grad_columns, recompute_columns
 from flash_hopper.device.registers import to_operand
-from flash_hopper.geometry.blocks import first_query, query_blocks
-from flash_hopper.geometry.tiles import TileCoord
+from flash_hopper.device.sequences import make_batch
+from flash_hopper.geometry.arith import clamp, maximum
+from flash_hopper.geometry.blocks import Blocks, query_blocks
+from flash_hopper.geometry.masks import UNBOUNDED, Interval, Lengths, MaskBounds, visible_queries
 from flash_hopper.kernels.backward_dkdv.args import Cursors, DkdvArgs, Pipelines, Resources, SharedTensors
 from flash_hopper.kernels.backward_dkdv.epilogue import Epilogue
 from flash_hopper.kernels.backward_dkdv.fragments import (
@@ -38,17 +40,27 @@ class KeyView(NamedTuple):
 
     first_key: Int32  # of its two keys, the other is 8 above
     lane_col: Int32  # its first query within a block
-    full: Int32  # first query block that needs no mask for the diagonal
+    own: Blocks  # query blocks of its band of keys
     reaches_past_end: Boolean  # some keys of the band do not exist
+    lengths: Lengths  # of the tile's sequence
 
 
-def key_view(plan: BackwardDkdvPlan, args: DkdvArgs, coord: TileCoord, band: Int32, thread: Int32) -> KeyView:
+def key_view(plan: BackwardDkdvPlan, args: DkdvArgs, tile: Any, band: Int32, thread: Int32) -> KeyView:
     """This thread's view of a tile."""
-    seqlen_q, seqlen_k = args.mQ.shape[0], args.mK.shape[0]
-    key = coord.block * plan.tile_n + band * WG_KEYS
-    own = query_blocks(key, WG_KEYS, seqlen_q, seqlen_k, plan.tile_m, plan.is_causal)
+    lengths = make_batch(plan.is_ragged).lengths(tile, args.mQ, args.mK)
+    key = tile.block * plan.tile_n + band * WG_KEYS
+    own = query_blocks(key, WG_KEYS, lengths, plan.tile_m, args.mask(plan.mask))
     first_key = key + thread // 32 * 16 + thread % 32 // 4
-    return KeyView(first_key, thread % 4 * 2, own.full, key + WG_KEYS > seqlen_k)
+    return KeyView(first_key, thread % 4 * 2, own, key + WG_KEYS > lengths.k, lengths)
+
+
+def rows_that_see(key: Int32, lengths: Lengths, mask: MaskBounds) -> Interval:
+    """Rows that see `key`: none, i.e. a first row past any end or an end of 0, for a key past the end."""
+    exists = clamp(lengths.k - key, 0, 1)
+    rows = visible_queries(key, lengths, mask)
+    if mask.kind in ("full", "causal"):
+        return Interval(maximum(rows.first, (1 - exists) * UNBOUNDED), rows.end)
+    return Interval(rows.first, rows.end * exists)
 
 
 @cute.jit
@@ -56,16 +68,19 @@ def make_p(
     plan: cutlass.Constexpr, args: DkdvArgs, shared: SharedTensors, acc_S: cute.Tensor, view: KeyView, stage: Int32,
     m_block: Int32,
 ) -> None:  # fmt: skip
-    """S^T to P^T in place; masked where the block reaches across the diagonal or, if it matters, past the last key."""
-    seqlen_q, seqlen_k = args.mQ.shape[0], args.mK.shape[0]
-    starts = tuple(
-        first_query(view.first_key + 8 * r, seqlen_q, seqlen_k, plan.is_causal) - m_block * plan.tile_m for r in (0, 1)
-    )
-    # dK and dV of keys that do not exist are clipped; but dQ sums over them, and their P may be infinite
+    """S^T to P^T in place; masked where an end of the visible rows cuts the block and, if it matters, past the last key."""
+    mask = args.mask(plan.mask)
+    visible = tuple(rows_that_see(view.first_key + 8 * r, view.lengths, mask) for r in (0, 1))
+    # dK and dV of keys that do not exist are clipped or cleared; but dQ sums over them, and their P may be infinite
     is_masked = view.reaches_past_end if const_expr(plan.adds_dq) else False
-    if const_expr(plan.is_causal):
-        is_masked = m_block < view.full or is_masked
-    recompute_columns(acc_as_rows(acc_S), args.scale_log2, shared.sLSE[None, stage], starts, view.lane_col, is_masked)
+    if const_expr(plan.mask != "full"):
+        is_masked = m_block < view.own.inner_start or is_masked
+    if const_expr(plan.is_windowed):
+        is_masked = m_block >= view.own.inner_end or is_masked
+    recompute_columns(
+        acc_as_rows(acc_S), args.scale_log2, shared.sLSE[None, stage], visible, m_block * plan.tile_m, view.lane_col,
+        is_masked, plan.is_windowed,
+    )  # fmt: skip
 
 
 class Consumer:
@@ -83,32 +98,48 @@ class Consumer:
         scores, grads = score_side(plan, atoms, shared, wg), grad_side(plan, atoms, shared, wg)
         keys_state, tile_state = consumer_state(1), consumer_state(TILE_SLOTS)
         at = Cursors(consumer_state(plan.q_stages), consumer_state(plan.do_stages))
-        coord = pipes.tiles.read(tile_state)
+        tile = pipes.tiles.read(tile_state)
         tile_state.advance()
-        while coord.block >= 0:
+        while tile.block >= 0:
             pipes.keys.consumer_wait(keys_state)
-            at = self.tile(resources, scores, grads, coord, at, wg, thread)
-            epilogue_sync(wg)  # every warp of the warpgroup has finished its wgmmas on K and V
-            self.epilogue.stage(grads.acc_dK, atoms.mma_dk, args.scale, shared.sK[None, None, wg], wg, thread)
-            self.epilogue.store(atoms.tma_dk, args.mdK, shared.sK[None, None, wg], plan.tile_hdim, coord, wg, thread)
-            self.epilogue.stage(scores.acc_dV, atoms.mma_dv, Float32(1.0), shared.sV[None, None, wg], wg, thread)
-            self.epilogue.store(atoms.tma_dv, args.mdV, shared.sV[None, None, wg], plan.tile_hdimv, coord, wg, thread)
-            self.epilogue.wait_stored(thread)
-            pipes.keys.consumer_release(keys_state)
+            at = self.tile(resources, scores, grads, tile, at, wg, thread)
+            if const_expr(plan.accumulates):
+                pipes.keys.consumer_release(keys_state)
+                self.epilogue.add(grads.acc_dK, args.scale, args, args.mdK, tile, wg, thread)
+                self.epilogue.add(scores.acc_dV, Float32(1.0), args, args.mdV, tile, wg, thread)
+            else:
+                self.store(resources, scores, grads, tile, wg, thread)
+                pipes.keys.consumer_release(keys_state)
             keys_state.advance()
-            coord = pipes.tiles.read(tile_state)
+            tile = pipes.tiles.read(tile_state)
             tile_state.advance()
+
+    @cute.jit
+    def store(
+        self, resources: Resources, scores: ScoreSide, grads: GradSide, tile: Any, wg: Int32, thread: Int32
+    ) -> None:
+        """dK and dV by TMA, through K's and V's memory, which is free when this returns."""
+        args, atoms, shared, _ = resources
+        plan, epilogue = self.plan, self.epilogue
+        epilogue.clear_unused(grads.acc_dK, tile, wg, thread)
+        epilogue.clear_unused(scores.acc_dV, tile, wg, thread)
+        epilogue_sync(wg)  # every warp of the warpgroup has finished its wgmmas on K and V
+        epilogue.stage(grads.acc_dK, atoms.mma_dk, args.scale, shared.sK[None, None, wg], wg, thread)
+        epilogue.store(atoms.tma_dk, args.mdK, shared.sK[None, None, wg], plan.tile_hdim, tile, wg, thread)
+        epilogue.stage(scores.acc_dV, atoms.mma_dv, Float32(1.0), shared.sV[None, None, wg], wg, thread)
+        epilogue.store(atoms.tma_dv, args.mdV, shared.sV[None, None, wg], plan.tile_hdimv, tile, wg, thread)
+        epilogue.wait_stored(thread)
 
     @cute.jit
     def tile(
         self, resources: Resources, scores: ScoreSide,
-        grads: GradSide, coord: TileCoord, at: Cursors, wg: Int32, thread: Int32,
+        grads: GradSide, tile: Any, at: Cursors, wg: Int32, thread: Int32,
     ) -> Cursors:  # fmt: skip
         """One tile up to unscaled dK and dV; returns the cursors."""
         args, atoms, _, pipes = resources
         plan = self.plan
-        view = key_view(plan, args, coord, wg, thread)
-        order = query_schedule(plan, args, coord)
+        view = key_view(plan, args, tile, wg, thread)
+        order = query_schedule(plan, args, tile)
         total = order.count * query_heads(plan, args)
         scores.acc_dV.fill(0.0)
         grads.acc_dK.fill(0.0)
@@ -211,7 +242,7 @@ class Consumer:
     def keep_order(self, pipes: Pipelines, at: Cursors) -> None:
         """A wait that passes at once: a branch, without which ptxas moves the next wgmma wait above the exponentials.
 
-        Causal has a branch there already, the mask's. H200, 2026-11, d=64, full, 4k: 586 -> 637 TFLOP/s.
+        Other masks have a branch there already. H200, 2026-11, d=64, full, 4k: 586 -> 637 TFLOP/s.
         """
-        if not self.plan.is_causal:
+        if self.plan.mask == "full":
             pipes.q.consumer_wait(at.q)

@@ -14,7 +14,6 @@ from flash_hopper.device.layouts import acc_as_rows
 from flash_hopper.device.pipelines import consumer_state
 from flash_hopper.device.probabilities import grad_columns
 from flash_hopper.device.registers import to_operand
-from flash_hopper.geometry.tiles import TileCoord
 from flash_hopper.kernels.backward_dkdv.args import Cursors, DkdvAtoms, Resources, SharedTensors
 from flash_hopper.kernels.backward_dkdv.consumer import KeyView, key_view, make_p
 from flash_hopper.kernels.backward_dkdv.epilogue import Epilogue
@@ -46,42 +45,48 @@ class FusedConsumer:
     @cute.jit
     def run(self, resources: Resources, wg: Int32, thread: Int32) -> None:
         """All tiles that the producer posts."""
-        _, atoms, shared, pipes = resources
+        args, atoms, shared, pipes = resources
         plan = self.plan
         scores, grads = score_side(plan, atoms, shared, wg), grad_side(plan, atoms, shared, wg)
         dq = dq_side(plan, atoms, shared, wg)
         keys_state, tile_state = consumer_state(1), consumer_state(TILE_SLOTS)
         at = Cursors(consumer_state(plan.q_stages), consumer_state(plan.do_stages))
-        coord = pipes.tiles.read(tile_state)
+        tile = pipes.tiles.read(tile_state)
         tile_state.advance()
-        while coord.block >= 0:
+        while tile.block >= 0:
             pipes.keys.consumer_wait(keys_state)
-            at = self.tile(resources, scores, grads, dq, coord, at, wg, thread)
+            at = self.tile(resources, scores, grads, dq, tile, at, wg, thread)
             pipes.keys.consumer_release(keys_state)  # the next tile's keys load during this epilogue
             keys_state.advance()
-            if const_expr(plan.adds_dkdv):
-                self.mail_keys(shared, scores.acc_dV, plan.tile_hdimv, wg, thread)
-                self.mail_keys(shared, grads.acc_dK, plan.tile_hdim, wg, thread)
+            if const_expr(plan.adds_dkdv or plan.accumulates):
+                if const_expr(plan.adds_dkdv):
+                    self.mail_keys(shared, scores.acc_dV, plan.tile_hdimv, wg, thread)
+                    self.mail_keys(shared, grads.acc_dK, plan.tile_hdim, wg, thread)
+                else:
+                    self.epilogue.add(scores.acc_dV, Float32(1.0), args, args.mdV, tile, wg, thread)
+                    self.epilogue.add(grads.acc_dK, args.scale, args, args.mdK, tile, wg, thread)
                 mail_wait(wg, is_full=False)  # the mailbox is this warpgroup's at a tile's start
                 all_consumers_sync(2)  # both warpgroups have finished their wgmmas on dS
             else:
-                self.store_keys(resources, scores, grads, coord, wg, thread)
-            coord = pipes.tiles.read(tile_state)
+                self.store_keys(resources, scores, grads, tile, wg, thread)
+            tile = pipes.tiles.read(tile_state)
             tile_state.advance()
 
     @cute.jit
     def store_keys(
-        self, resources: Resources, scores: ScoreSide, grads: GradSide, coord: TileCoord, wg: Int32, thread: Int32
+        self, resources: Resources, scores: ScoreSide, grads: GradSide, tile: Any, wg: Int32, thread: Int32
     ) -> None:
         """dV and dK by TMA, through memory that is idle between tiles, so that K's and V's is free already."""
         args, atoms, shared, _ = resources
         plan = self.plan
+        self.epilogue.clear_unused(scores.acc_dV, tile, wg, thread)
+        self.epilogue.clear_unused(grads.acc_dK, tile, wg, thread)
         mail_wait(wg, is_full=False)  # dV is staged in the mailbox; the next tile's first piece need not wait
         self.epilogue.stage(scores.acc_dV, atoms.mma_dv, Float32(1.0), shared.sdV[None, None, wg], wg, thread)
-        self.epilogue.store(atoms.tma_dv, args.mdV, shared.sdV[None, None, wg], plan.tile_hdimv, coord, wg, thread)
+        self.epilogue.store(atoms.tma_dv, args.mdV, shared.sdV[None, None, wg], plan.tile_hdimv, tile, wg, thread)
         all_consumers_sync(2)  # both warpgroups have finished their wgmmas on dS, where dK is staged
         self.epilogue.stage(grads.acc_dK, atoms.mma_dk, args.scale, shared.sdK[None, None, wg], wg, thread)
-        self.epilogue.store(atoms.tma_dk, args.mdK, shared.sdK[None, None, wg], plan.tile_hdim, coord, wg, thread)
+        self.epilogue.store(atoms.tma_dk, args.mdK, shared.sdK[None, None, wg], plan.tile_hdim, tile, wg, thread)
         self.epilogue.wait_stored(thread)
         all_consumers_sync(2)  # the stores of both warpgroups have read dS's and the mailboxes' memory
 
@@ -95,12 +100,12 @@ class FusedConsumer:
     @cute.jit
     def tile(
         self, resources: Resources, scores: ScoreSide,
-        grads: GradSide, dq: DqSide, coord: TileCoord, at: Cursors, wg: Int32, thread: Int32,
+        grads: GradSide, dq: DqSide, tile: Any, at: Cursors, wg: Int32, thread: Int32,
     ) -> Cursors:  # fmt: skip
         """One tile up to unscaled dK and dV; returns the cursors."""
         args, atoms, _, pipes = resources
-        view = key_view(self.plan, args, coord, wg, thread)
-        order = query_schedule(self.plan, args, coord)
+        view = key_view(self.plan, args, tile, wg, thread)
+        order = query_schedule(self.plan, args, tile)
         total = order.count * query_heads(self.plan, args)
         scores.acc_dV.fill(0.0)
         grads.acc_dK.fill(0.0)

@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 from flash_hopper.device import placeholders
+from flash_hopper.device.accumulate import summed_tensor
 from flash_hopper.device.dsl import (
     ELEMENT_TYPES,
     Float32,
@@ -18,9 +19,10 @@ from flash_hopper.device.dsl import (
     warpgroup,
 )
 from flash_hopper.device.layouts import seqlen_major
-from flash_hopper.device.pipelines import tma_pipeline
+from flash_hopper.device.pipelines import thread_pipeline, tma_pipeline
 from flash_hopper.device.schedulers.mailbox import make_mailbox
-from flash_hopper.device.schedulers.numbering import make_scheduler
+from flash_hopper.device.schedulers.source import Work
+from flash_hopper.device.sequences import make_batch
 from flash_hopper.geometry.arith import ceil_div
 from flash_hopper.kernels.backward_dkdv.args import DkdvArgs, DkdvAtoms, Pipelines, Resources
 from flash_hopper.kernels.backward_dkdv.consumer import Consumer
@@ -39,6 +41,7 @@ from flash_hopper.plan.backward import DQ_PIECE, BackwardDkdvPlan
 from flash_hopper.plan.roles import WARPGROUP, backward_dkdv_pipelines, roles_of
 
 LOG2_E = math.log2(math.e)
+MOST_TILES = 2**31 - 1  # of a ragged batch the table says where they end
 
 
 class BackwardDkdvKernel:
@@ -50,18 +53,21 @@ class BackwardDkdvKernel:
 
     | pipeline | stages | filled by | bytes a stage | freed by |
     |---|---|---|---|---|
-    | tile | 2 | producer lane, 1 arrival | coordinates | 1 arrival a consumer warp, when read |
+    | tile | 2 | producer lane, 1 arrival | a tile | 1 arrival a consumer warp (with dQ: and its writer), when read |
     | keys | 1 | TMA, K and V | tile_n x (tile_hdim + tile_hdimv) | 1 a consumer warp, when its stores have read the buffers (with dQ: when its last wgmmas have) |
     | q | plan.q_stages | TMA, Q and LSE | tile_m x (tile_hdim + 4 bytes) | 1 a consumer warp, when S and dK are done |
     | do | plan.do_stages | TMA, dO and D | tile_m x (tile_hdimv + 4 bytes) | 1 a consumer warp, when dP and dV are done |
+    | p | 1 | the P warpgroup's threads, split roles only | P^T, float32 | the dS warpgroup's threads, when read |
 
-    Producer, per tile: post its coordinates, load K and V; per query head and block: Q, dO; ask for the next tile.
+    Producer, per tile: post it, load K and V; per query head and block: Q, dO; find the next tile. Blocks outside the inner
+    ones (`geometry/blocks.py`) are masked at both ends where the mask has two.
     Consumers: `consumer.py`; `split_consumer.py` for head dims above 128; `fused_consumer.py` if dQ is added up here as
     well, then with `dq_writer.py` in warp 1 of the producer's warpgroup.
     """
 
     def __init__(self, plan: BackwardDkdvPlan) -> None:
         self.plan = plan
+        self.batch = make_batch(plan.is_ragged)
         self.roles = roles_of(plan)
         self.producer = Producer(plan)
         self.dq_writer = DqWriter(plan)
@@ -80,17 +86,24 @@ class BackwardDkdvKernel:
         statistics: cute.Tensor,
         accumulator: cute.Tensor | None,
         tile_counter: cute.Tensor | None,
+        table: cute.Tensor | None,
+        left: Int32 | None,
+        right: Int32 | None,
+        chunk: Int32 | None,
         scale: Float32,
         ctas: Int32,
-        heads_per_section: Int32,
+        section: Int32,
         stream: cuda.CUstream,
     ):
-        """Launch. q: (batch, seqlen_q, heads, head_dim); k, dk, v, dv: (batch, seqlen_k, heads_k, ...); dout: (batch,
-        seqlen_q, heads, head_dim_v); statistics: (2, batch, heads, rows), rows a multiple of plan.tile_m;
-        accumulator: (batch, heads, rows * plan.tile_hdim) float32, zero, if plan.adds_dq. If plan.adds_dkdv, dk and dv
-        are accumulators, too: (batch, heads_k, n_blocks * tile_n * head dim of the plan) float32, zero."""
-        plan = self.plan
-        mQ, mK, mV, mdO = (seqlen_major(t) for t in (q, k, v, dout))
+        """Launch. q: (batch, seqlen_q, heads, head_dim); k, dk, v, dv: (batch, seqlen_k, heads_k, ...), dk and dv float32 if
+        plan.accumulates; dout: (batch, seqlen_q, heads, head_dim_v). Packed sequences are a batch of one. statistics: of the
+        preprocess kernel; accumulator: (batch, heads, rows * plan.tile_hdim) float32, zero, if plan.adds_dq. If
+        plan.adds_dkdv, dk and dv are accumulators, too: (batch, heads_k, keys * head dim of the plan) float32, zero, with
+        keys in whole tiles. tile_counter: (1,) int32, zero, if a dense batch has the dynamic scheduler; table: of a ragged
+        batch, as `plan/schedule.py` says. left, right, chunk: bounds of the mask if it is local or chunk. ctas: at most this
+        many CTAs; section: `heads_per_section`, or `rows_per_section` of a ragged batch."""
+        plan, batch = self.plan, self.batch
+        mQ, mK, mV, mdO = (batch.view(t) for t in (q, k, v, dout))
         tiles = tile_layouts(plan)
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         tma_q, mQ_tma = cpasync.make_tiled_tma_atom(load, mQ, tiles.q, (plan.tile_m, plan.tile_hdim))
@@ -105,19 +118,26 @@ class BackwardDkdvKernel:
         )
         if const_expr(plan.adds_dkdv):
             (tma_dk, mdK), (tma_dv, mdV) = (None, self.by_piece(dk)), (None, self.by_piece(dv))
+        elif const_expr(plan.accumulates):
+            (tma_dk, mdK), (tma_dv, mdV) = (None, seqlen_major(dk)), (None, seqlen_major(dv))
         else:
-            tma_dk, mdK = cpasync.make_tiled_tma_atom(store, seqlen_major(dk), tiles.k, (WG_KEYS, plan.tile_hdim))
-            tma_dv, mdV = cpasync.make_tiled_tma_atom(store, seqlen_major(dv), tiles.v, (WG_KEYS, plan.tile_hdimv))
-        n_blocks = ceil_div(mK.shape[0], plan.tile_n)
-        total = n_blocks * (mQ if plan.adds_dkdv else mK).shape[2] * mK.shape[3]
+            tma_dk, mdK = cpasync.make_tiled_tma_atom(store, batch.view(dk), tiles.k, (WG_KEYS, plan.tile_hdim))
+            tma_dv, mdV = cpasync.make_tiled_tma_atom(store, batch.view(dv), tiles.v, (WG_KEYS, plan.tile_hdimv))
+            mdK, mdV = batch.with_batch(mdK, dk), batch.with_batch(mdV, dv)
+        tma_tensors = ((mQ_tma, q), (mK_tma, k), (mV_tma, v), (mdO_tma, dout))
+        mQ_tma, mK_tma, mV_tma, mdO_tma = (batch.with_batch(m, t) for m, t in tma_tensors)
+        n_blocks, heads = ceil_div(k.shape[1], plan.tile_n), (q if plan.adds_dkdv else k).shape[2]
+        total = n_blocks * heads * k.shape[0]
+        tiles_at_most = Int32(MOST_TILES) if const_expr(plan.is_ragged) else total
+        work = Work(tile_counter, table, tiles_at_most, n_blocks, heads, k.shape[0], Int32(1), section)
         args = DkdvArgs(
-            mQ_tma, mK_tma, mV_tma, mdO_tma, mdK, mdV, mStatistics, self.by_piece(accumulator), tile_counter, scale,
-            scale * Float32(LOG2_E), n_blocks, total, heads_per_section,
+            mQ_tma, mK_tma, mV_tma, mdO_tma, mdK, mdV, mStatistics, self.by_piece(accumulator), left, right, chunk, scale,
+            scale * Float32(LOG2_E), work,
         )  # fmt: skip
         atoms = DkdvAtoms(tma_q, tma_do, tma_k, tma_v, tma_statistics, tma_dk, tma_dv, *self.tiled_mmas())
         self.shared_struct = shared_struct(plan)
         self.kernel(args, atoms, tiles).launch(
-            grid=[min(ctas, total), 1, 1],
+            grid=[ctas if const_expr(plan.is_ragged) else min(ctas, total), 1, 1],
             block=[self.roles.threads, 1, 1],
             stream=stream,
             min_blocks_per_mp=1,  # without it setmaxnreg is dropped
@@ -163,8 +183,7 @@ class BackwardDkdvKernel:
         if warp < WARPGROUP // 32:
             cute.arch.setmaxregister_decrease(roles.producer_registers)
             if warp == 0:
-                scheduler = make_scheduler(plan.scheduler, args.tiles, args.tile_counter)
-                self.producer.run(scheduler, args, atoms, shared, pipes)
+                self.producer.run(args, atoms, shared, pipes)
                 cute.arch.griddepcontrol_launch_dependents()
             if const_expr(plan.adds_dq):
                 if warp == 1:
@@ -185,7 +204,8 @@ class BackwardDkdvKernel:
             keys=tma_pipeline(specs["keys"], storage.bar_keys, (size["k"] + size["v"]) * (plan.tile_n // WG_KEYS)),
             q=tma_pipeline(specs["q"], storage.bar_q, size["q"] + statistics),
             do=tma_pipeline(specs["do"], storage.bar_do, size["do"] + statistics),
-            tiles=make_mailbox(specs["tile"], storage),
+            tiles=make_mailbox(specs["tile"], storage, plan.is_ragged),
+            p=thread_pipeline(specs["p"], storage.bar_p, producers=WARPGROUP) if plan.splits_roles else None,
         )
 
 
@@ -193,23 +213,29 @@ def placeholder_arguments(plan: BackwardDkdvPlan) -> tuple[Any, ...]:
     """Arguments for `cute.compile`."""
     dtype = ELEMENT_TYPES[plan.dtype]
     batch, seqlen_q, seqlen_k, heads, heads_k = (placeholders.size() for _ in range(5))
+    batch_k = placeholders.size() if plan.is_ragged else batch  # one side may be packed, the other padded
     hdim, hdimv = placeholders.head_dim_size(), placeholders.head_dim_size()
+    padded_batch = placeholders.size() if plan.is_ragged else batch
 
     def key_gradient(cols: Any) -> Any:
         if plan.adds_dkdv:
-            return placeholders.accumulator(batch, heads_k, DQ_PIECE)
-        return placeholders.heads_tensor(dtype, batch, seqlen_k, heads_k, cols)
+            return placeholders.accumulator(padded_batch, heads_k, DQ_PIECE)
+        if plan.accumulates:
+            return summed_tensor(batch_k, seqlen_k, heads_k, cols)
+        return placeholders.heads_tensor(dtype, batch_k, seqlen_k, heads_k, cols)
 
     return (
         placeholders.heads_tensor(dtype, batch, seqlen_q, heads, hdim),
-        placeholders.heads_tensor(dtype, batch, seqlen_k, heads_k, hdim),
-        placeholders.heads_tensor(dtype, batch, seqlen_k, heads_k, hdimv),
+        placeholders.heads_tensor(dtype, batch_k, seqlen_k, heads_k, hdim),
+        placeholders.heads_tensor(dtype, batch_k, seqlen_k, heads_k, hdimv),
         placeholders.heads_tensor(dtype, batch, seqlen_q, heads, hdimv),
         key_gradient(hdim),
         key_gradient(hdimv),
-        placeholders.statistics(batch, heads),
-        placeholders.accumulator(batch, heads, DQ_PIECE) if plan.adds_dq else None,
-        placeholders.tile_counter(plan.scheduler),
+        placeholders.statistics(padded_batch, heads),
+        placeholders.accumulator(padded_batch, heads, DQ_PIECE) if plan.adds_dq else None,
+        None if plan.is_ragged else placeholders.tile_counter(plan.scheduler),
+        placeholders.table() if plan.is_ragged else None,
+        *placeholders.mask_bounds(plan.mask),
         Float32(1.0),
         Int32(1),
         Int32(1),

@@ -1,10 +1,11 @@
 """The order in which a tile of keys visits query blocks: the same for producer, consumers and dQ writer."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from flash_hopper.device.dsl import Int32, cute
+from flash_hopper.device.sequences import make_batch
+from flash_hopper.geometry.arith import ceil_div
 from flash_hopper.geometry.blocks import query_blocks
-from flash_hopper.geometry.tiles import TileCoord
 from flash_hopper.kernels.backward_dkdv.args import DkdvArgs
 from flash_hopper.plan.backward import BackwardDkdvPlan
 
@@ -26,16 +27,17 @@ class QuerySchedule(NamedTuple):
         return following
 
 
-def query_schedule(plan: BackwardDkdvPlan, args: DkdvArgs, coord: TileCoord) -> QuerySchedule:
-    """Causal tiles start at the diagonal. Otherwise, where dQ is added up in memory, tiles of one head start at
-    different blocks, so that they do not add to the same rows at the same time."""
-    blocks = query_blocks(
-        coord.block * plan.tile_n, plan.tile_n, args.mQ.shape[0], args.mK.shape[0], plan.tile_m, plan.is_causal
-    )
+def query_schedule(plan: BackwardDkdvPlan, args: DkdvArgs, tile: Any) -> QuerySchedule:
+    """Tiles start at the first query that sees them. With full attention, where dQ is added up in memory, tiles of one
+    head start at different blocks, so that they do not add to the same rows at the same time."""
+    batch = make_batch(plan.is_ragged)
+    lengths = batch.lengths(tile, args.mQ, args.mK)
+    blocks = query_blocks(tile.block * plan.tile_n, plan.tile_n, lengths, plan.tile_m, args.mask(plan.mask))
     count = blocks.end - blocks.start
     first = Int32(blocks.start)
-    if plan.adds_dq and not plan.is_causal:
-        first = coord.block * count // args.n_blocks
+    if plan.adds_dq and plan.mask == "full":
+        n_blocks = ceil_div(batch.stored_keys_count(tile, args.mK), plan.tile_n)
+        first = tile.block * count // n_blocks
     return QuerySchedule(first, count, Int32(blocks.start), Int32(blocks.end))
 
 
@@ -44,11 +46,11 @@ def query_heads(plan: BackwardDkdvPlan, args: DkdvArgs) -> Int32:
     return Int32(1) if plan.adds_dkdv else args.mQ.shape[2] // args.mK.shape[2]
 
 
-def first_query_head(plan: BackwardDkdvPlan, args: DkdvArgs, coord: TileCoord) -> Int32:
+def first_query_head(plan: BackwardDkdvPlan, args: DkdvArgs, tile: Any) -> Int32:
     """The first query head of a tile, whose coordinate names a query head if dK and dV are added up, else a key head."""
-    return coord.head if plan.adds_dkdv else coord.head * query_heads(plan, args)
+    return tile.head if plan.adds_dkdv else tile.head * query_heads(plan, args)
 
 
-def key_head(plan: BackwardDkdvPlan, args: DkdvArgs, coord: TileCoord) -> Int32:
+def key_head(plan: BackwardDkdvPlan, args: DkdvArgs, tile: Any) -> Int32:
     """The key head of a tile."""
-    return coord.head // (args.mQ.shape[2] // args.mK.shape[2]) if plan.adds_dkdv else coord.head
+    return tile.head // (args.mQ.shape[2] // args.mK.shape[2]) if plan.adds_dkdv else tile.head

@@ -5,13 +5,15 @@ to thread: both hold the same element in the same register. Warpgroup 0 issues d
 makes P while it runs; warpgroup 1 makes dS while dV or dK runs.
 """
 
-from flash_hopper.device.barriers import all_consumers_sync, handover_arrive, handover_wait
-from flash_hopper.device.dsl import Float32, Int32, cute, cutlass, warpgroup
+from typing import Any
+
+from flash_hopper.device.barriers import all_consumers_sync
+from flash_hopper.device.dsl import Float32, Int32, const_expr, cute, cutlass, warpgroup
 from flash_hopper.device.layouts import acc_as_rows
-from flash_hopper.device.pipelines import consumer_state
+from flash_hopper.device.pipelines import consumer_state, producer_state
 from flash_hopper.device.probabilities import grad_columns
 from flash_hopper.device.registers import to_operand
-from flash_hopper.kernels.backward_dkdv.args import Cursors, Resources, SharedTensors
+from flash_hopper.kernels.backward_dkdv.args import Cursors, Pipelines, Resources, SharedTensors
 from flash_hopper.kernels.backward_dkdv.consumer import KeyView, key_view, make_p
 from flash_hopper.kernels.backward_dkdv.epilogue import Epilogue
 from flash_hopper.kernels.backward_dkdv.fragments import (
@@ -51,18 +53,19 @@ class SplitConsumer:
         args, atoms, shared, pipes = resources
         plan = self.plan
         side = score_side(plan, atoms, shared, Int32(0))
-        keys_state, tile_state = consumer_state(1), consumer_state(TILE_SLOTS)
+        keys_state, tile_state, p_state = consumer_state(1), consumer_state(TILE_SLOTS), producer_state(1)
         at = Cursors(consumer_state(plan.q_stages), consumer_state(plan.do_stages))
-        coord = pipes.tiles.read(tile_state)
+        tile = pipes.tiles.read(tile_state)
         tile_state.advance()
-        while coord.block >= 0:
+        while tile.block >= 0:
             pipes.keys.consumer_wait(keys_state)
-            view = key_view(plan, args, coord, Int32(0), thread)
-            order = query_schedule(plan, args, coord)
+            view = key_view(plan, args, tile, Int32(0), thread)
+            order = query_schedule(plan, args, tile)
             m_block = order.first
             total = order.count * query_heads(plan, args)
             side.acc_dV.fill(0.0)
-            self.scores(resources, side, view, at, m_block, thread)
+            self.scores(resources, side, view, at, m_block, p_state, thread)
+            p_state.advance()
             to_operand(side.acc_S, side.tVrP, plan.dtype)
             for _ in cutlass.range(total - 1, unroll=1):
                 m_block = order.after(m_block)
@@ -74,7 +77,8 @@ class SplitConsumer:
                 warpgroup.wait_group(1)  # S
                 make_p(plan, args, shared, side.acc_S, view, ahead.q.index, m_block)
                 pipes.q.consumer_release(ahead.q)
-                self.send_p(shared, side, thread)
+                self.send_p(pipes, shared, side, p_state, thread)
+                p_state.advance()
                 warpgroup.wait_group(0)  # dV
                 pipes.do.consumer_release(at.do)
                 to_operand(side.acc_S, side.tVrP, plan.dtype)
@@ -84,21 +88,26 @@ class SplitConsumer:
             warpgroup.wait_group(0)
             pipes.do.consumer_release(at.do)
             at = at.ahead()
-            all_consumers_sync(2)  # warpgroup 1 has finished its wgmmas on V
-            self.epilogue.stage(side.acc_dV, atoms.mma_dv, Float32(1.0), shared.sV[None, None, 0], Int32(0), thread)
-            self.epilogue.store(
-                atoms.tma_dv, args.mdV, shared.sV[None, None, 0], plan.tile_hdimv, coord, Int32(0), thread
-            )
-            self.epilogue.wait_stored(thread)
+            if const_expr(plan.accumulates):
+                self.epilogue.add(side.acc_dV, Float32(1.0), args, args.mdV, tile, Int32(0), thread)
+            else:
+                self.epilogue.clear_unused(side.acc_dV, tile, Int32(0), thread)
+                all_consumers_sync(2)  # warpgroup 1 has finished its wgmmas on V
+                self.epilogue.stage(side.acc_dV, atoms.mma_dv, Float32(1.0), shared.sV[None, None, 0], Int32(0), thread)
+                self.epilogue.store(
+                    atoms.tma_dv, args.mdV, shared.sV[None, None, 0], plan.tile_hdimv, tile, Int32(0), thread
+                )
+                self.epilogue.wait_stored(thread)
             pipes.keys.consumer_release(keys_state)
             keys_state.advance()
-            coord = pipes.tiles.read(tile_state)
+            tile = pipes.tiles.read(tile_state)
             tile_state.advance()
 
     @cute.jit
     def scores(
-        self, resources: Resources, side: ScoreSide, view: KeyView, at: Cursors, m_block: Int32, thread: Int32
-    ) -> None:
+        self, resources: Resources, side: ScoreSide, view: KeyView, at: Cursors, m_block: Int32, p_state: Any,
+        thread: Int32,
+    ) -> None:  # fmt: skip
         """S^T and P^T of a tile's first block."""
         args, atoms, shared, pipes = resources
         pipes.q.consumer_wait(at.q)
@@ -106,7 +115,7 @@ class SplitConsumer:
         warpgroup.wait_group(0)
         make_p(self.plan, args, shared, side.acc_S, view, at.q.index, m_block)
         pipes.q.consumer_release(at.q)
-        self.send_p(shared, side, thread)
+        self.send_p(pipes, shared, side, p_state, thread)
 
     @cute.jit
     def run_grads(self, resources: Resources, thread: Int32) -> None:
@@ -115,22 +124,22 @@ class SplitConsumer:
         plan = self.plan
         side = grad_side(plan, atoms, shared, Int32(0))
         p = cute.make_rmem_tensor_like(side.acc_dP)
-        keys_state, tile_state = consumer_state(1), consumer_state(TILE_SLOTS)
+        keys_state, tile_state, p_state = consumer_state(1), consumer_state(TILE_SLOTS), consumer_state(1)
         at = Cursors(consumer_state(plan.q_stages), consumer_state(plan.do_stages))
-        handover_arrive(is_full=False)  # P's buffer is free
-        coord = pipes.tiles.read(tile_state)
+        tile = pipes.tiles.read(tile_state)
         tile_state.advance()
-        while coord.block >= 0:
+        while tile.block >= 0:
             pipes.keys.consumer_wait(keys_state)
-            view = key_view(plan, args, coord, Int32(0), thread)
-            order = query_schedule(plan, args, coord)
+            view = key_view(plan, args, tile, Int32(0), thread)
+            order = query_schedule(plan, args, tile)
             total = order.count * query_heads(plan, args)
             side.acc_dK.fill(0.0)
             for _ in cutlass.range(total, unroll=1):
                 pipes.do.consumer_wait(at.do)
                 issue_dp(atoms, side, at.do)
                 warpgroup.wait_group(0)
-                self.receive_p(shared, p, thread)
+                self.receive_p(pipes, shared, p, p_state, thread)
+                p_state.advance()
                 grad_columns(acc_as_rows(p), acc_as_rows(side.acc_dP), shared.sDelta[None, at.do.index], view.lane_col)
                 pipes.do.consumer_release(at.do)
                 to_operand(side.acc_dP, side.tKrdS, plan.dtype)
@@ -139,28 +148,32 @@ class SplitConsumer:
                 warpgroup.wait_group(0)
                 pipes.q.consumer_release(at.q)
                 at = at.ahead()
-            all_consumers_sync(2)  # warpgroup 0 has finished its wgmmas on K
-            self.epilogue.stage(side.acc_dK, atoms.mma_dk, args.scale, shared.sK[None, None, 0], Int32(1), thread)
-            self.epilogue.store(
-                atoms.tma_dk, args.mdK, shared.sK[None, None, 0], plan.tile_hdim, coord, Int32(0), thread
-            )
-            self.epilogue.wait_stored(thread)
+            if const_expr(plan.accumulates):
+                self.epilogue.add(side.acc_dK, args.scale, args, args.mdK, tile, Int32(0), thread)
+            else:
+                self.epilogue.clear_unused(side.acc_dK, tile, Int32(0), thread)
+                all_consumers_sync(2)  # warpgroup 0 has finished its wgmmas on K
+                self.epilogue.stage(side.acc_dK, atoms.mma_dk, args.scale, shared.sK[None, None, 0], Int32(1), thread)
+                self.epilogue.store(
+                    atoms.tma_dk, args.mdK, shared.sK[None, None, 0], plan.tile_hdim, tile, Int32(0), thread
+                )
+                self.epilogue.wait_stored(thread)
             pipes.keys.consumer_release(keys_state)
             keys_state.advance()
-            coord = pipes.tiles.read(tile_state)
+            tile = pipes.tiles.read(tile_state)
             tile_state.advance()
 
-    def send_p(self, shared: SharedTensors, side: ScoreSide, thread: Int32) -> None:
+    def send_p(self, pipes: Pipelines, shared: SharedTensors, side: ScoreSide, p_state: Any, thread: Int32) -> None:
         """P^T, float32, to the same thread of the other warpgroup."""
-        handover_wait(is_full=False)
+        pipes.p.producer_acquire(p_state)
         registers = cute.make_tensor(side.acc_S.iterator, cute.make_layout((4, cute.size(side.acc_S) // 4)))
         cute.autovec_copy(registers, shared.sP[None, None, thread])
-        handover_arrive(is_full=True)
+        pipes.p.producer_commit(p_state)
 
-    def receive_p(self, shared: SharedTensors, p: cute.Tensor, thread: Int32) -> None:
+    def receive_p(self, pipes: Pipelines, shared: SharedTensors, p: cute.Tensor, p_state: Any, thread: Int32) -> None:
         """P^T from the same thread of the other warpgroup."""
-        handover_wait(is_full=True)
+        pipes.p.consumer_wait(p_state)
         cute.autovec_copy(
             shared.sP[None, None, thread], cute.make_tensor(p.iterator, cute.make_layout((4, cute.size(p) // 4)))
         )
-        handover_arrive(is_full=False)
+        pipes.p.consumer_release(p_state)

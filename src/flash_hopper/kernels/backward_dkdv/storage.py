@@ -2,7 +2,7 @@
 
 | buffer | holds | shares memory with | written by | read by |
 |---|---|---|---|---|
-| barriers | full and empty mbarriers of keys, q, do, tile | - | all | all |
+| barriers | full and empty mbarriers of keys, q, do, tile, p | - | all | all |
 | slots | coordinates of the next tiles | - | producer | consumer warps |
 | sLSE, sDelta | statistics of tile_m rows per stage | - | TMA | consumers |
 | sP | P^T, register by register, split roles only | - | the P warpgroup | the dS warpgroup |
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from flash_hopper.device.dsl import ELEMENT_TYPES, Float32, Int32, Int64, SmemAllocator, cute
 from flash_hopper.device.layouts import stacked, tile_layout
-from flash_hopper.device.schedulers.mailbox import SLOT_INTS
+from flash_hopper.device.schedulers.mailbox import slot_ints
 from flash_hopper.kernels.backward_dkdv.args import SharedTensors
 from flash_hopper.plan.backward import DQ_PIECE, BackwardDkdvPlan
 from flash_hopper.plan.budget import check_shared_memory
@@ -71,7 +71,8 @@ def shared_struct(plan: BackwardDkdvPlan) -> Any:
         bar_q: array[Int64, 2 * specs["q"].stages]
         bar_do: array[Int64, 2 * specs["do"].stages]
         bar_tile: array[Int64, 2 * specs["tile"].stages]
-        slots: align[array[Int32, SLOT_INTS * specs["tile"].stages], 16]
+        bar_p: array[Int64, 2 if plan.splits_roles else 0]
+        slots: align[array[Int32, slot_ints(plan.is_ragged) * specs["tile"].stages], 16]
         sLSE: align[array[Float32, m * plan.q_stages], 128]
         sDelta: align[array[Float32, m * plan.do_stages], 128]
         sP: align[array[Float32, m // 2 * WARPGROUP if plan.splits_roles else 0], 16]

@@ -4,23 +4,30 @@ from typing import Any, NamedTuple
 
 from flash_hopper.device.dsl import Float32, Int32, cute
 from flash_hopper.device.schedulers.mailbox import TileMailbox
+from flash_hopper.device.schedulers.source import Work
+from flash_hopper.geometry.masks import MaskBounds
 
 
 class DqArgs(NamedTuple):
-    """Kernel parameters that change from call to call."""
+    """Kernel parameters that change from call to call. TMA's views of a ragged batch have one more mode, see
+    `device/sequences.py`."""
 
     mQ: cute.Tensor  # (seqlen_q, head_dim, heads, batch)
     mK: cute.Tensor  # (seqlen_k, head_dim, heads_k, batch)
     mV: cute.Tensor  # (seqlen_k, head_dim_v, heads_k, batch)
     mdO: cute.Tensor  # (seqlen_q, head_dim_v, heads, batch)
-    mdQ: cute.Tensor  # (seqlen_q, head_dim, heads, batch)
-    mStatistics: cute.Tensor  # (2, batch, heads, rows) float32: LSE in base 2, D
-    tile_counter: cute.Tensor | None  # (1,) int32, dynamic scheduler only
+    mdQ: cute.Tensor  # (seqlen_q, head_dim, heads, batch), float32 if it is added to
+    mStatistics: cute.Tensor  # (2, batch, heads, rows) float32: LSE in base 2, D; ragged: padded rows of a batch of one
+    left: Int32 | None  # bounds of the mask, for windows and chunks only
+    right: Int32 | None
+    chunk: Int32 | None
     scale: Float32
     scale_log2: Float32
-    m_blocks: Int32
-    tiles: Int32
-    heads_per_section: Int32
+    work: Work
+
+    def mask(self, kind: str) -> MaskBounds:
+        """The mask, of the plan's kind."""
+        return MaskBounds(kind) if self.left is None else MaskBounds(kind, self.left, self.right, self.chunk)
 
 
 class DqAtoms(NamedTuple):
@@ -30,7 +37,7 @@ class DqAtoms(NamedTuple):
     tma_k: cute.CopyAtom
     tma_v: cute.CopyAtom
     tma_do: cute.CopyAtom
-    tma_dq: cute.CopyAtom
+    tma_dq: cute.CopyAtom | None  # None if dQ is added to what is there
     mma_s: cute.TiledMma  # 64 x tile_n: Q K^T, both from shared memory
     mma_dp: cute.TiledMma  # 64 x tile_n: dO V^T, both from shared memory
     mma_dq: cute.TiledMma  # 64 x tile_hdim: dS K, dS from registers

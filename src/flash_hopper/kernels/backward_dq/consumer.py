@@ -6,15 +6,17 @@ tensor core works for the other warpgroups. V is free as soon as dP is done, K w
 
 from typing import Any, NamedTuple
 
+from flash_hopper.device.accumulate import add_to_rows
 from flash_hopper.device.barriers import Turns, epilogue_sync
-from flash_hopper.device.dsl import ELEMENT_TYPES, Float32, Int32, cute, cutlass, warp, warpgroup
+from flash_hopper.device.dsl import ELEMENT_TYPES, Float32, Int32, const_expr, cute, cutlass, warp, warpgroup
 from flash_hopper.device.gemm import issue
 from flash_hopper.device.layouts import acc_as_operand_a, acc_as_rows, transposed
 from flash_hopper.device.pipelines import consumer_state, partition, skip_stage
-from flash_hopper.device.probabilities import grad_rows, recompute_rows
+from flash_hopper.device.probabilities import clear_rows, grad_rows, recompute_rows
 from flash_hopper.device.registers import to_operand
-from flash_hopper.geometry.blocks import key_blocks, visible_keys
-from flash_hopper.geometry.tiles import TileCoord
+from flash_hopper.device.sequences import make_batch
+from flash_hopper.geometry.blocks import Blocks, key_blocks
+from flash_hopper.geometry.masks import Lengths, visible_keys
 from flash_hopper.kernels.backward_dq.args import DqArgs, DqAtoms, Pipelines, SharedTensors
 from flash_hopper.kernels.backward_dq.storage import WG_ROWS
 from flash_hopper.plan.backward import BackwardDqPlan
@@ -42,6 +44,7 @@ class RowView(NamedTuple):
     lane_col: Int32
     lse_log2: cute.Tensor
     delta: cute.Tensor
+    lengths: Lengths  # of the tile's sequence
 
 
 class Consumer:
@@ -49,6 +52,7 @@ class Consumer:
 
     def __init__(self, plan: BackwardDqPlan) -> None:
         self.plan = plan
+        self.batch = make_batch(plan.is_ragged)
         self.turns = Turns(plan.consumer_warpgroups, plan.has_pingpong)
 
     @cute.jit
@@ -62,18 +66,25 @@ class Consumer:
         rows_state, tile_state = consumer_state(1), consumer_state(TILE_SLOTS)
         k_state, v_state = consumer_state(plan.k_stages), consumer_state(plan.v_stages)
         self.turns.start(wg)
-        coord = pipes.tiles.read(tile_state)
+        tile = pipes.tiles.read(tile_state)
         tile_state.advance()
-        while coord.block >= 0:
-            first_row = coord.block * plan.tile_m + wg * WG_ROWS + thread // 32 * 16 + thread % 32 // 4
-            self.load_statistics(args, coord, first_row, lse_log2, delta)
-            view = RowView(first_row, thread % 4 * 2, lse_log2, delta)
+        while tile.block >= 0:
+            first_row = tile.block * plan.tile_m + wg * WG_ROWS + thread // 32 * 16 + thread % 32 // 4
+            lengths = self.batch.lengths(tile, args.mQ, args.mK)
+            self.load_statistics(args, tile, first_row, lengths.q, lse_log2, delta)
+            view = RowView(first_row, thread % 4 * 2, lse_log2, delta, lengths)
             pipes.rows.consumer_wait(rows_state)
-            k_state, v_state = self.tile(args, atoms, pipes, frags, view, coord, k_state, v_state, wg)
-            self.store_dq(args, atoms, shared, frags, coord, wg, thread)
-            pipes.rows.consumer_release(rows_state)
+            k_state, v_state = self.tile(args, atoms, pipes, frags, view, tile, k_state, v_state, wg)
+            if const_expr(plan.accumulates):
+                pipes.rows.consumer_release(rows_state)
+                self.add_dq(args, frags, tile, lengths.q, wg, thread)
+            else:
+                if const_expr(plan.is_ragged):
+                    clear_rows(frags.acc_dQ, lengths.q - first_row)
+                self.store_dq(args, atoms, shared, frags, tile, wg, thread)
+                pipes.rows.consumer_release(rows_state)
             rows_state.advance()
-            coord = pipes.tiles.read(tile_state)
+            tile = pipes.tiles.read(tile_state)
             tile_state.advance()
 
     def fragments(self, atoms: DqAtoms, shared: SharedTensors, wg: Int32) -> Fragments:
@@ -98,35 +109,39 @@ class Consumer:
 
     @cute.jit
     def load_statistics(
-        self, args: DqArgs, coord: TileCoord, first_row: Int32, lse_log2: cute.Tensor, delta: cute.Tensor
+        self, args: DqArgs, tile: Any, first_row: Int32, seqlen_q: Int32, lse_log2: cute.Tensor, delta: cute.Tensor
     ) -> None:
-        """LSE and D of the two rows; rows past seqlen_q get P = 0."""
+        """LSE and D of the two rows; rows past the sequence's get P = 0."""
+        entry, start = self.batch.padded_entry(tile), self.batch.padded_query(tile)
         for r in cutlass.range_constexpr(2):
             row = first_row + 8 * r
             lse_log2[r] = Float32.inf
             delta[r] = Float32(0.0)
-            if row < args.mQ.shape[0]:
-                lse_log2[r] = args.mStatistics[0, coord.batch, coord.head, row]
-                delta[r] = args.mStatistics[1, coord.batch, coord.head, row]
+            if row < seqlen_q:
+                lse_log2[r] = args.mStatistics[0, entry, tile.head, start + row]
+                delta[r] = args.mStatistics[1, entry, tile.head, start + row]
 
     @cute.jit
     def tile(
-        self, args: DqArgs, atoms: DqAtoms, pipes: Pipelines, frags: Fragments, view: RowView, coord: TileCoord,
+        self, args: DqArgs, atoms: DqAtoms, pipes: Pipelines, frags: Fragments, view: RowView, tile: Any,
         k_state: Any, v_state: Any, wg: Int32,
     ) -> tuple[Any, Any]:  # fmt: skip
         """One tile up to unscaled dQ; returns the cursors."""
         plan = self.plan
-        row = coord.block * plan.tile_m
-        seqlen_q, seqlen_k = args.mQ.shape[0], args.mK.shape[0]
-        whole = key_blocks(row, plan.tile_m, seqlen_q, seqlen_k, plan.tile_n, plan.is_causal)
-        blocks = key_blocks(row + wg * WG_ROWS, WG_ROWS, seqlen_q, seqlen_k, plan.tile_n, plan.is_causal)
+        row = tile.block * plan.tile_m
+        mask = args.mask(plan.mask)
+        whole = key_blocks(row, plan.tile_m, view.lengths, plan.tile_n, mask)
+        blocks = key_blocks(row + wg * WG_ROWS, WG_ROWS, view.lengths, plan.tile_n, mask)
         for _ in cutlass.range(whole.end - blocks.end, unroll=1):
             k_state, v_state = self.skip(pipes, k_state, v_state, wg)
         frags.acc_dQ.fill(0.0)
-        for i in cutlass.range(blocks.end, unroll=1):
+        for i in cutlass.range(blocks.end - blocks.start, unroll=1):
             k_state, v_state = self.step(
-                args, atoms, pipes, frags, view, k_state, v_state, wg, blocks.end - 1 - i, blocks.full
+                args, atoms, pipes, frags, view, k_state, v_state, wg, blocks.end - 1 - i, blocks
             )
+        if const_expr(plan.is_windowed):
+            for _ in cutlass.range(blocks.start - whole.start, unroll=1):
+                k_state, v_state = self.skip(pipes, k_state, v_state, wg)
         return k_state, v_state
 
     @cute.jit
@@ -141,9 +156,9 @@ class Consumer:
     @cute.jit
     def step(
         self, args: DqArgs, atoms: DqAtoms, pipes: Pipelines, frags: Fragments, view: RowView, k_state: Any,
-        v_state: Any, wg: Int32, n_block: Int32, full: Int32,
+        v_state: Any, wg: Int32, n_block: Int32, blocks: Blocks,
     ) -> tuple[Any, Any]:  # fmt: skip
-        """One key block from S to dQ; blocks from `full` on need a mask."""
+        """One key block from S to dQ; those of `blocks` outside the inner ones need a mask."""
         pipes.k.consumer_wait(k_state)
         self.turns.wait(wg)
         self.issue_s(atoms, frags, k_state)
@@ -151,7 +166,10 @@ class Consumer:
         self.issue_dp(atoms, frags, v_state)
         self.turns.pass_on(wg)
         warpgroup.wait_group(1)  # S
-        self.make_p(args, frags, view, n_block, n_block >= full)
+        is_masked = n_block >= blocks.inner_end
+        if const_expr(self.plan.is_windowed):
+            is_masked = is_masked or n_block < blocks.inner_start
+        self.make_p(args, frags, view, n_block, is_masked)
         warpgroup.wait_group(0)  # dP
         pipes.v.consumer_release(v_state)
         v_state.advance()
@@ -179,17 +197,23 @@ class Consumer:
     def make_p(self, args: DqArgs, frags: Fragments, view: RowView, n_block: Int32, is_masked: Any) -> None:
         """Scores to P."""
         plan = self.plan
-        limits = tuple(
-            visible_keys(view.first_row + 8 * r, args.mQ.shape[0], args.mK.shape[0], plan.is_causal) for r in (0, 1)
-        )
+        mask = args.mask(plan.mask)
+        visible = tuple(visible_keys(view.first_row + 8 * r, view.lengths, mask) for r in (0, 1))
         recompute_rows(
-            acc_as_rows(frags.acc_S), args.scale_log2, view.lse_log2, limits, n_block * plan.tile_n + view.lane_col,
-            is_masked,
+            acc_as_rows(frags.acc_S), args.scale_log2, view.lse_log2, visible, n_block * plan.tile_n + view.lane_col,
+            is_masked, plan.is_windowed,
         )  # fmt: skip
 
     @cute.jit
+    def add_dq(self, args: DqArgs, frags: Fragments, tile: Any, seqlen_q: Int32, wg: Int32, thread: Int32) -> None:
+        """scale * dQ to float32 values in memory."""
+        row, start = tile.block * self.plan.tile_m + wg * WG_ROWS, self.batch.query_row(tile)
+        mdQ = args.mdQ[None, None, tile.head, self.batch.entry(tile, args.mdQ.shape[3])]
+        add_to_rows(frags.acc_dQ, args.scale, mdQ, start + row, Int32(0), start + seqlen_q, thread)
+
+    @cute.jit
     def store_dq(
-        self, args: DqArgs, atoms: DqAtoms, shared: SharedTensors, frags: Fragments, coord: TileCoord, wg: Int32,
+        self, args: DqArgs, atoms: DqAtoms, shared: SharedTensors, frags: Fragments, tile: Any, wg: Int32,
         thread: Int32,
     ) -> None:  # fmt: skip
         """scale * dQ through this warpgroup's part of Q, which is done; returns when the store has read it."""
@@ -204,10 +228,9 @@ class Consumer:
         cute.arch.fence_proxy("async.shared", space="cta")  # these writes, before the TMA store reads them
         epilogue_sync(wg)  # ... from all threads of the warpgroup
         if thread < 32:
-            band = coord.block * self.plan.consumer_warpgroups + wg
-            gdQ = cute.local_tile(
-                args.mdQ[None, None, coord.head, coord.batch], (WG_ROWS, self.plan.tile_hdim), (band, 0)
-            )
+            band = tile.block * self.plan.consumer_warpgroups + wg
+            mdQ = self.batch.stored_queries(args.mdQ, tile, tile.head)
+            gdQ = cute.local_tile(mdQ, (WG_ROWS, self.plan.tile_hdim), (band, 0))
             dst, src = partition(atoms.tma_dq, gdQ, sdQ)
             with cute.arch.elect_one():
                 cute.copy(atoms.tma_dq, src, dst)

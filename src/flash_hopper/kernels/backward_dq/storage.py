@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from flash_hopper.device.dsl import ELEMENT_TYPES, Int32, Int64, SmemAllocator, cute
 from flash_hopper.device.layouts import stacked, tile_layout
-from flash_hopper.device.schedulers.mailbox import SLOT_INTS
+from flash_hopper.device.schedulers.mailbox import slot_ints
 from flash_hopper.kernels.backward_dq.args import SharedTensors
 from flash_hopper.plan.backward import BackwardDqPlan
 from flash_hopper.plan.budget import check_shared_memory
@@ -58,7 +58,7 @@ def shared_struct(plan: BackwardDqPlan) -> Any:
         bar_k: array[Int64, 2 * specs["k"].stages]
         bar_v: array[Int64, 2 * specs["v"].stages]
         bar_tile: array[Int64, 2 * specs["tile"].stages]
-        slots: align[array[Int32, SLOT_INTS * specs["tile"].stages], 16]
+        slots: align[array[Int32, slot_ints(plan.is_ragged) * specs["tile"].stages], 16]
         sQ: align[array[dtype, WG_ROWS * plan.tile_hdim * wgs], SWIZZLE_ALIGN]
         sdO: align[array[dtype, WG_ROWS * plan.tile_hdimv * wgs], SWIZZLE_ALIGN]
         sK: align[array[dtype, plan.tile_n * plan.tile_hdim * plan.k_stages], SWIZZLE_ALIGN]

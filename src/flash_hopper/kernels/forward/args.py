@@ -8,22 +8,29 @@ from typing import Any, NamedTuple
 
 from flash_hopper.device.dsl import Float32, Int32, cute
 from flash_hopper.device.schedulers.mailbox import TileMailbox
+from flash_hopper.device.schedulers.source import Work
+from flash_hopper.geometry.masks import MaskBounds
 
 
 class ForwardArgs(NamedTuple):
-    """Kernel parameters that change from call to call."""
+    """Kernel parameters that change from call to call. The views of a ragged batch have one more mode, see
+    `device/sequences.py`."""
 
     mQ: cute.Tensor  # (seqlen_q, head_dim, heads, batch)
     mK: cute.Tensor  # (seqlen_k, head_dim, heads_k, batch)
     mV: cute.Tensor  # (seqlen_k, head_dim_v, heads_k, batch)
     mO: cute.Tensor  # (seqlen_q, head_dim_v, heads, batch)
     mLSE: cute.Tensor | None  # (batch, heads, seqlen_q) float32
-    tile_counter: cute.Tensor | None  # (1,) int32, dynamic scheduler only
     scale: Float32  # of raw scores, not negative
     scale_log2: Float32  # the same times log2(e)
-    m_blocks: Int32
-    tiles: Int32
-    heads_per_section: Int32
+    left: Int32 | None  # bounds of the mask, for windows and chunks only
+    right: Int32 | None
+    chunk: Int32 | None
+    work: Work
+
+    def mask(self, kind: str) -> MaskBounds:
+        """The mask, of the plan's kind."""
+        return MaskBounds(kind) if self.left is None else MaskBounds(kind, self.left, self.right, self.chunk)
 
 
 class ForwardAtoms(NamedTuple):

@@ -8,15 +8,26 @@ it would hide the overlap.
 from typing import Any, NamedTuple
 
 from flash_hopper.device.barriers import Turns
-from flash_hopper.device.dsl import ELEMENT_TYPES, Constexpr, Float32, Int32, const_expr, cute, cutlass, warpgroup
+from flash_hopper.device.dsl import (
+    ELEMENT_TYPES,
+    Boolean,
+    Constexpr,
+    Float32,
+    Int32,
+    const_expr,
+    cute,
+    cutlass,
+    warpgroup,
+)
 from flash_hopper.device.gemm import issue
 from flash_hopper.device.layouts import acc_as_operand_a, acc_as_rows, transposed
 from flash_hopper.device.masking import mask_columns
 from flash_hopper.device.pipelines import consumer_state, skip_stage
 from flash_hopper.device.registers import to_operand
+from flash_hopper.device.sequences import make_batch
 from flash_hopper.device.softmax import SoftmaxState, make_state, scale_rows, update
-from flash_hopper.geometry.blocks import KeyBlocks, key_blocks, visible_keys
-from flash_hopper.geometry.tiles import TileCoord
+from flash_hopper.geometry.blocks import Blocks, key_blocks
+from flash_hopper.geometry.masks import Lengths, visible_keys
 from flash_hopper.kernels.forward.args import ForwardArgs, ForwardAtoms, Pipelines, SharedTensors
 from flash_hopper.kernels.forward.epilogue import Epilogue
 from flash_hopper.kernels.forward.storage import WG_ROWS
@@ -41,6 +52,7 @@ class TileView(NamedTuple):
     first_row: Int32  # of its two rows, the other is 8 below
     lane_col: Int32  # its first column within a key block
     q_slot: Int32
+    lengths: Lengths  # of the tile's sequence
 
 
 class Cursors(NamedTuple):
@@ -49,6 +61,7 @@ class Cursors(NamedTuple):
     q: Any
     k: Any
     v: Any
+    held: Any  # the tile before's position in Q, if its buffer holds O
 
 
 class Consumer:
@@ -57,6 +70,8 @@ class Consumer:
     def __init__(self, plan: ForwardPlan) -> None:
         self.plan = plan
         self.turns = Turns(plan.consumer_warpgroups, plan.has_pingpong)
+        self.batch = make_batch(plan.is_ragged)
+        self.is_windowed = plan.mask in ("local", "chunk")
         self.epilogue = Epilogue(plan)
 
     @cute.jit
@@ -76,30 +91,38 @@ class Consumer:
         q_state, tile_state = consumer_state(plan.q_stages), consumer_state(TILE_SLOTS)
         k_state, v_state = consumer_state(plan.kv_stages), consumer_state(plan.kv_stages)
         self.turns.start(wg)
-        coord = pipes.tiles.read(tile_state)
+        tile = pipes.tiles.read(tile_state)
         tile_state.advance()
-        while coord.block >= 0:
+        held, holds = q_state.clone(), Boolean(False)
+        while tile.block >= 0:
             k_state, v_state = self.tile(
-                args, atoms, pipes, frags, softmax, coord, Cursors(q_state, k_state, v_state), wg, thread
+                args, atoms, pipes, frags, softmax, tile, Cursors(q_state, k_state, v_state, held), holds, wg, thread
             )
             if const_expr(not plan.o_aliases_q):
                 pipes.q.consumer_release(q_state)
-            first_row = self.first_row(coord, wg, thread)
-            self.epilogue.normalise(frags.acc_O, softmax)
-            self.epilogue.store_o(args, atoms, shared, frags.acc_O, coord, wg, thread)
+            first_row = self.first_row(tile, wg, thread)
+            self.epilogue.normalise(frags.acc_O, softmax, tile, first_row)
+            slot = q_state.index * plan.consumer_warpgroups + wg if const_expr(plan.o_aliases_q) else wg
+            self.epilogue.store_o(args, atoms, shared.sO[None, None, slot], frags.acc_O, tile, wg, thread)
             if const_expr(plan.has_lse):
-                self.epilogue.store_lse(args, softmax, coord, first_row, thread % 32)
+                self.epilogue.store_lse(args, softmax, tile, first_row, thread % 32)
             if const_expr(plan.o_aliases_q):
-                # Q's buffer holds O until the store has read it
-                if thread < 32:
-                    self.epilogue.wait_stored()
-                cute.arch.sync_warp()
-                pipes.q.consumer_release(q_state)
+                held, holds = q_state.clone(), Boolean(True)
+                if const_expr(plan.q_stages == 1):
+                    self.release_held(pipes, held, thread)
             q_state.advance()
-            coord = pipes.tiles.read(tile_state)
+            tile = pipes.tiles.read(tile_state)
             tile_state.advance()
         if thread < 32:
             self.epilogue.wait_stored()  # shared memory must outlive the last store
+
+    @cute.jit
+    def release_held(self, pipes: Pipelines, held: Any, thread: Int32) -> None:
+        """Free a stage of Q whose buffer holds O, once the store has read it."""
+        if thread < 32:
+            self.epilogue.wait_stored()
+        cute.arch.sync_warp()
+        pipes.q.consumer_release(held)
 
     def fragments(self, atoms: ForwardAtoms, shared: SharedTensors) -> Fragments:
         """Descriptors of the shared operands, registers of the rest."""
@@ -115,18 +138,17 @@ class Consumer:
             acc_O=cute.make_rmem_tensor(atoms.mma_pv.partition_shape_C((WG_ROWS, plan.tile_hdimv)), Float32),
         )
 
-    def first_row(self, coord: TileCoord, wg: Int32, thread: Int32) -> Int32:
+    def first_row(self, tile: Any, wg: Int32, thread: Int32) -> Int32:
         """The first of this thread's two rows; lanes of a quad share it."""
-        return coord.block * self.plan.tile_m + wg * WG_ROWS + thread // 32 * 16 + thread % 32 // 4
+        return tile.block * self.plan.tile_m + wg * WG_ROWS + thread // 32 * 16 + thread % 32 // 4
 
-    def own_blocks(self, args: ForwardArgs, coord: TileCoord, wg: Int32) -> tuple[KeyBlocks, Int32]:
-        """This warpgroup's key blocks, and how many of the tile's come before them that it need not compute."""
+    def blocks(self, args: ForwardArgs, tile: Any, wg: Int32) -> tuple[Blocks, Blocks]:
+        """This warpgroup's key blocks, and the whole tile's, of which it need not compute the others."""
         plan = self.plan
-        row = coord.block * plan.tile_m
-        seqlen_q, seqlen_k = args.mQ.shape[0], args.mK.shape[0]
-        own = key_blocks(row + wg * WG_ROWS, WG_ROWS, seqlen_q, seqlen_k, plan.tile_n, plan.is_causal)
-        whole = key_blocks(row, plan.tile_m, seqlen_q, seqlen_k, plan.tile_n, plan.is_causal)
-        return own, whole.end - own.end
+        row = tile.block * plan.tile_m
+        lengths, mask = self.batch.lengths(tile, args.mQ, args.mK), args.mask(plan.mask)
+        own = key_blocks(row + wg * WG_ROWS, WG_ROWS, lengths, plan.tile_n, mask)
+        return own, key_blocks(row, plan.tile_m, lengths, plan.tile_n, mask)
 
     @cute.jit
     def tile(
@@ -136,19 +158,21 @@ class Consumer:
         pipes: Pipelines,
         frags: Fragments,
         softmax: SoftmaxState,
-        coord: TileCoord,
+        tile: Any,
         cursors: Cursors,
+        holds: Boolean,
         wg: Int32,
         thread: Int32,
     ) -> tuple[Any, Any]:
         """One tile up to unnormalised O and its softmax state; returns the K and V cursors."""
         plan = self.plan
-        q_state, k_state, v_state = cursors
-        blocks, skipped = self.own_blocks(args, coord, wg)
+        q_state, k_state, v_state, held = cursors
+        blocks, whole = self.blocks(args, tile, wg)
         view = TileView(
-            self.first_row(coord, wg, thread), thread % 4 * 2, q_state.index * plan.consumer_warpgroups + wg
-        )
-        for _ in cutlass.range(skipped, unroll=1):
+            self.first_row(tile, wg, thread), thread % 4 * 2, q_state.index * plan.consumer_warpgroups + wg,
+            self.batch.lengths(tile, args.mQ, args.mK),
+        )  # fmt: skip
+        for _ in cutlass.range(whole.end - blocks.end, unroll=1):
             k_state, v_state = self.skip(pipes, k_state, v_state, wg)
         # set-up: the first scores, without a PV to overlap with
         pipes.q.consumer_wait(q_state)
@@ -161,28 +185,46 @@ class Consumer:
         warpgroup.wait_group(0)
         pipes.k.consumer_release(k_state)
         k_state.advance()
-        self.prepare_scores(args, frags, view, blocks.end - 1, blocks.end > blocks.full)
+        if const_expr(plan.o_aliases_q and plan.q_stages > 1):
+            if holds:
+                self.release_held(pipes, held, thread)
+        last = blocks.end - 1
+        is_masked = last >= blocks.inner_end
+        if const_expr(self.is_windowed):
+            is_masked = is_masked or last < blocks.inner_start
+        self.prepare_scores(args, frags, view, last, is_masked)
         update(softmax, acc_as_rows(frags.acc_S), args.scale_log2, True)
         to_operand(frags.acc_S, frags.tOrP, plan.dtype)
-        # steady state: blocks with masks, then blocks without
-        masked = cutlass.max(blocks.end - 1 - blocks.full, 0)
-        if const_expr(plan.is_causal):
-            for i in cutlass.range(masked, unroll=1):
+        # steady state: blocks cut on the right, whole blocks, blocks cut on the left
+        cut = Int32(0)  # without a mask only the first block can reach past the last key
+        if const_expr(plan.mask != "full"):
+            cut = cutlass.max(last - blocks.inner_end, 0)
+            for i in cutlass.range(cut, unroll=1):
                 k_state, v_state = self.step(
-                    args, atoms, pipes, frags, softmax, view, k_state, v_state, wg, blocks.end - 2 - i, True
+                    args, atoms, pipes, frags, softmax, view, k_state, v_state, wg, last - 1 - i, True
                 )
-        else:
-            masked = Int32(0)  # only the first block can reach past the last key
-        for i in cutlass.range(blocks.end - 1 - masked, unroll=1):
+        inner = last - cut
+        if const_expr(self.is_windowed):
+            inner = cutlass.max(inner - blocks.inner_start, 0)
+        for i in cutlass.range(inner, unroll=1):
             k_state, v_state = self.step(
-                args, atoms, pipes, frags, softmax, view, k_state, v_state, wg, blocks.end - 2 - masked - i, False
+                args, atoms, pipes, frags, softmax, view, k_state, v_state, wg, last - 1 - cut - i, False
             )
+        if const_expr(self.is_windowed):
+            rest = last - cut - inner
+            for i in cutlass.range(rest - blocks.start, unroll=1):
+                k_state, v_state = self.step(
+                    args, atoms, pipes, frags, softmax, view, k_state, v_state, wg, rest - 1 - i, True
+                )
         # drain
         pipes.v.consumer_wait(v_state)
         issue(atoms.mma_pv, frags.acc_O, frags.tOrP, frags.tOrVt[None, None, None, v_state.index], False)
         warpgroup.wait_group(0)
         pipes.v.consumer_release(v_state)
         v_state.advance()
+        if const_expr(self.is_windowed):
+            for _ in cutlass.range(blocks.start - whole.start, unroll=1):
+                k_state, v_state = self.skip(pipes, k_state, v_state, wg)
         return k_state, v_state
 
     @cute.jit
@@ -241,7 +283,5 @@ class Consumer:
             for i in cutlass.range_constexpr(cute.size(frags.acc_S)):
                 frags.acc_S[i] = -frags.acc_S[i]
         if is_masked:
-            limits = tuple(
-                visible_keys(view.first_row + 8 * r, args.mQ.shape[0], args.mK.shape[0], plan.is_causal) for r in (0, 1)
-            )
-            mask_columns(rows, limits, n_block * plan.tile_n + view.lane_col)
+            visible = tuple(visible_keys(view.first_row + 8 * r, view.lengths, args.mask(plan.mask)) for r in (0, 1))
+            mask_columns(rows, visible, n_block * plan.tile_n + view.lane_col, self.is_windowed)

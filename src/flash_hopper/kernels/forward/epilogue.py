@@ -1,15 +1,17 @@
 """From accumulator to global memory: one warpgroup's 64 rows of O, and its LSE.
 
-Registers -> shared memory (stmatrix) -> TMA store, which clips rows past seqlen_q and columns past head_dim_v.
+Registers -> shared memory (stmatrix) -> TMA store, which clips rows past the sequence and columns past head_dim_v.
 """
 
+from typing import Any
+
 from flash_hopper.device.barriers import epilogue_sync
-from flash_hopper.device.dsl import ELEMENT_TYPES, Float32, Int32, cute, cutlass, warp
+from flash_hopper.device.dsl import ELEMENT_TYPES, Float32, Int32, const_expr, cute, cutlass, warp
 from flash_hopper.device.layouts import acc_as_rows
 from flash_hopper.device.pipelines import partition
+from flash_hopper.device.sequences import make_batch
 from flash_hopper.device.softmax import SoftmaxState, quad_reduce, scale_rows
-from flash_hopper.geometry.tiles import TileCoord
-from flash_hopper.kernels.forward.args import ForwardArgs, ForwardAtoms, SharedTensors
+from flash_hopper.kernels.forward.args import ForwardArgs, ForwardAtoms
 from flash_hopper.kernels.forward.storage import WG_ROWS
 from flash_hopper.plan.forward import ForwardPlan
 
@@ -21,48 +23,53 @@ class Epilogue:
 
     def __init__(self, plan: ForwardPlan) -> None:
         self.plan = plan
+        self.batch = make_batch(plan.is_ragged)
 
     @cute.jit
-    def normalise(self, acc_o: cute.Tensor, softmax: SoftmaxState) -> None:
-        """Finish the row sums (deferred reduction) and divide O by them; a row without keys becomes 0.
+    def normalise(self, acc_o: cute.Tensor, softmax: SoftmaxState, tile: Any, first_row: Int32) -> None:
+        """Finish the row sums (deferred reduction) and divide O by them; a row without keys, and one that is allocated but
+        not used, becomes 0.
 
         Leaves the full sums in `softmax.row_sum` and the factors in `softmax.rescale`.
         """
         for r in cutlass.range_constexpr(2):
             total = quad_reduce(softmax.row_sum[r], lambda x, y: x + y)
+            if const_expr(self.plan.is_ragged):
+                total = cutlass.select_(first_row + 8 * r < tile.seqlen_q, total, Float32(0.0))
             softmax.row_sum[r] = total
             softmax.rescale[r] = cutlass.select_(total == 0.0, Float32(0.0), cute.arch.rcp_approx(total))
         scale_rows(acc_as_rows(acc_o), softmax.rescale)
 
     @cute.jit
-    def store_lse(self, args: ForwardArgs, softmax: SoftmaxState, coord: TileCoord, first_row: Int32, lane: Int32):
+    def store_lse(self, args: ForwardArgs, softmax: SoftmaxState, tile: Any, first_row: Int32, lane: Int32):
         """LSE = scale * reference + ln(sum), natural log; -inf for a row without keys. One lane a row writes."""
-        mLSE = args.mLSE[coord.batch, coord.head, None]
+        batch = self.batch
+        mLSE = args.mLSE[batch.entry(tile, args.mLSE.shape[0]), tile.head, None]
+        rows, start = batch.stored_rows(tile, args.mQ), batch.query_row(tile)
         for r in cutlass.range_constexpr(2):
             row = first_row + 8 * r
             total = softmax.row_sum[r]
             lse = softmax.row_max[r] * args.scale + cute.math.log2(total, fastmath=True) * LN2
-            if lane % 4 == 0 and row < args.mQ.shape[0]:
-                mLSE[row] = cutlass.select_(total == 0.0, -Float32.inf, lse)
+            if lane % 4 == 0 and row < rows:
+                mLSE[start + row] = cutlass.select_(total == 0.0, -Float32.inf, lse)
 
     @cute.jit
     def store_o(
         self,
         args: ForwardArgs,
         atoms: ForwardAtoms,
-        shared: SharedTensors,
+        sO: cute.Tensor,
         acc_o: cute.Tensor,
-        coord: TileCoord,
+        tile: Any,
         warpgroup: Int32,
         thread: Int32,
     ) -> None:
-        """Stage O and start its store; `wait_stored` says when the buffer may be written again."""
+        """Stage O in sO, (64, tile_hdimv), and start its store; `wait_stored` says when the buffer may be written again."""
         dtype = ELEMENT_TYPES[self.plan.dtype]
         store_matrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), dtype)
         r2s = cute.make_tiled_copy_C(store_matrix, atoms.mma_pv).get_slice(thread)
         rO = cute.make_rmem_tensor_like(acc_o, dtype)
         rO.store(acc_o.load().to(dtype))
-        sO = shared.sO[None, None, warpgroup]
         is_first_warp = cute.arch.make_warp_uniform(thread // 32) == 0
         if is_first_warp:
             self.wait_stored()  # the store of the tile before still reads the buffer
@@ -71,8 +78,8 @@ class Epilogue:
         cute.arch.fence_proxy("async.shared", space="cta")  # these writes, before the TMA store reads them
         epilogue_sync(warpgroup)  # ... from all threads of the warpgroup
         if is_first_warp:
-            band = coord.block * self.plan.consumer_warpgroups + warpgroup
-            mO = args.mO[None, None, coord.head, coord.batch]
+            band = tile.block * self.plan.consumer_warpgroups + warpgroup
+            mO = self.batch.stored_queries(args.mO, tile, tile.head)
             gO = cute.local_tile(mO, (WG_ROWS, self.plan.tile_hdimv), (band, 0))
             dst, src = partition(atoms.tma_o, gO, sO)
             with cute.arch.elect_one():

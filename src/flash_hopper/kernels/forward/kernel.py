@@ -9,6 +9,7 @@ from flash_hopper.device.dsl import (
     Float32,
     Int32,
     OperandMajorMode,
+    const_expr,
     cpasync,
     cuda,
     cute,
@@ -17,17 +18,18 @@ from flash_hopper.device.dsl import (
     pipeline,
     warpgroup,
 )
-from flash_hopper.device.layouts import seqlen_major
 from flash_hopper.device.pipelines import tma_pipeline
 from flash_hopper.device.schedulers.mailbox import make_mailbox
-from flash_hopper.device.schedulers.numbering import make_scheduler
+from flash_hopper.device.schedulers.source import DenseTiles, RaggedTiles, SchedulerWarp, Work
+from flash_hopper.device.sequences import make_batch
 from flash_hopper.geometry.arith import ceil_div
 from flash_hopper.kernels.forward.args import ForwardArgs, ForwardAtoms, Pipelines
 from flash_hopper.kernels.forward.consumer import Consumer
 from flash_hopper.kernels.forward.producer import Producer
 from flash_hopper.kernels.forward.storage import WG_ROWS, TileLayouts, allocate, shared_struct, tile_layouts
 from flash_hopper.plan.forward import ForwardPlan
-from flash_hopper.plan.roles import WARPGROUP, forward_pipelines, roles_of
+from flash_hopper.plan.roles import PRODUCER, SCHEDULER, WARPGROUP, forward_pipelines, roles_of
+from flash_hopper.plan.schedule import COUNTERS
 
 LOG2_E = math.log2(math.e)
 
@@ -35,20 +37,21 @@ LOG2_E = math.log2(math.e)
 class ForwardKernel:
     """Attention forward, one persistent CTA per SM (specification chapters 4 and 5).
 
-    Roles: warp 0 of warpgroup 0 is the producer (its other warps leave at once); warpgroups 1.. are consumers, 64 query
-    rows each. Registers a thread: `plan/roles.py`, set by setmaxnreg.
+    Roles: warps 0 and 1 of warpgroup 0 are the producer and the scheduler (its other warps leave at once); warpgroups
+    1.. are consumers, 64 query rows each. Registers a thread: `plan/roles.py`, set by setmaxnreg.
 
     | pipeline | stages | filled by | bytes a stage | freed by |
     |---|---|---|---|---|
-    | tile | 2 | producer lane, 1 arrival | coordinates | 1 arrival a consumer warp, when read |
+    | tile | 2 | scheduler lane, 1 arrival | coordinates, lengths | 1 arrival a consumer warp and the producer, when read |
     | q | plan.q_stages | TMA, one load a warpgroup | tile_m x tile_hdim | 1 a consumer warp, after the last QK (or after O's store has read the buffer, if O is staged there) |
     | k | plan.kv_stages | TMA | tile_n x tile_hdim | 1 a consumer warp, when QK is done |
     | v | plan.kv_stages | TMA | tile_n x tile_hdimv | 1 a consumer warp, when PV is done |
 
-    Producer, per tile: post its coordinates, ask for the next tile, load Q, K(last); per block: K(j - 1), V(j); V(0).
+    Scheduler, per tile: ask for the next one, post this one. Producer, per tile: load Q, K(last); per block: K(j - 1),
+    V(j); V(first).
     Consumer, per tile: QK(last), softmax; per block: QK(j - 1) and PV(j) issued in its turn, softmax(j - 1), rescale O
-    if the reference moved; PV(0); normalise, store O and LSE. A warpgroup whose rows end earlier (causal, or past
-    seqlen_q) skips the blocks that it cannot see.
+    if the reference moved; PV(0); normalise, store O and LSE. A warpgroup skips the blocks at both ends of the tile's that
+    its rows cannot see.
 
     Programmatic dependent launch: every thread waits for the previous kernel before its first access to global memory;
     the next kernel may start its set-up when this one's producers are done.
@@ -56,7 +59,13 @@ class ForwardKernel:
 
     def __init__(self, plan: ForwardPlan) -> None:
         self.plan = plan
+        self.batch = make_batch(plan.is_ragged)
         self.roles = roles_of(plan)
+        self.scheduler = SchedulerWarp(
+            RaggedTiles(plan.tile_m, by_keys=False, is_descending=True, counter=COUNTERS["forward"])
+            if plan.is_ragged
+            else DenseTiles(plan.scheduler, is_descending=True)
+        )
         self.producer = Producer(plan)
         self.consumer = Consumer(plan)
 
@@ -69,16 +78,22 @@ class ForwardKernel:
         out: cute.Tensor,
         lse: cute.Tensor | None,
         tile_counter: cute.Tensor | None,
+        table: cute.Tensor | None,
+        left: Int32 | None,
+        right: Int32 | None,
+        chunk: Int32 | None,
         scale: Float32,
         ctas: Int32,
-        heads_per_section: Int32,
+        section: Int32,
         stream: cuda.CUstream,
     ):
         """Launch. q: (batch, seqlen_q, heads, head_dim); k, v: (batch, seqlen_k, heads_k, ...); out like q with v's
-        head dim; lse: (batch, heads, seqlen_q) float32 if plan.has_lse; tile_counter: (1,) int32, zero, if the
-        scheduler is dynamic; scale: of raw scores, > 0; ctas: at most this many CTAs."""
-        plan = self.plan
-        mQ, mK, mV, mO = (seqlen_major(t) for t in (q, k, v, out))
+        head dim; lse: (batch, heads, seqlen_q) float32 if plan.has_lse. Packed sequences are a batch of one.
+        tile_counter: (1,) int32, zero, if a dense batch has the dynamic scheduler; table: of a ragged batch, as
+        `plan/schedule.py` says. left, right, chunk: bounds of the mask if it is local or chunk. scale: of raw scores, > 0;
+        ctas: at most this many CTAs; section: `heads_per_section`, or `rows_per_section` of a ragged batch."""
+        plan, batch = self.plan, self.batch
+        mQ, mK, mV, mO = (batch.view(t) for t in (q, k, v, out))
         tiles = tile_layouts(plan)
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         tma_q, mQ_tma = cpasync.make_tiled_tma_atom(load, mQ, tiles.q, (WG_ROWS, plan.tile_hdim))
@@ -86,16 +101,18 @@ class ForwardKernel:
         tma_v, mV_tma = cpasync.make_tiled_tma_atom(load, mV, tiles.v, (plan.tile_n, plan.tile_hdimv))
         tma_o, mO_tma = cpasync.make_tiled_tma_atom(store, mO, tiles.o, (WG_ROWS, plan.tile_hdimv))
         mma_qk, mma_pv = self.tiled_mmas()
-        m_blocks = ceil_div(mQ.shape[0], plan.tile_m)
-        total = m_blocks * mQ.shape[2] * mQ.shape[3]
+        tma_tensors = ((mQ_tma, q), (mK_tma, k), (mV_tma, v), (mO_tma, out))
+        mQ_tma, mK_tma, mV_tma, mO_tma = (batch.with_batch(m, t) for m, t in tma_tensors)
+        m_blocks, heads = ceil_div(q.shape[1], plan.tile_m), q.shape[2]
+        total = m_blocks * heads * q.shape[0]
+        work = Work(tile_counter, table, total, m_blocks, heads, q.shape[0], heads // k.shape[2], section)
         args = ForwardArgs(
-            mQ_tma, mK_tma, mV_tma, mO_tma, lse, tile_counter, scale, scale * Float32(LOG2_E),
-            m_blocks, total, heads_per_section,
-        )  # fmt: skip
+            mQ_tma, mK_tma, mV_tma, mO_tma, lse, scale, scale * Float32(LOG2_E), left, right, chunk, work
+        )
         atoms = ForwardAtoms(tma_q, tma_k, tma_v, tma_o, mma_qk, mma_pv)
         self.shared_struct = shared_struct(plan)
         self.kernel(args, atoms, tiles).launch(
-            grid=[min(ctas, total), 1, 1],
+            grid=[ctas if const_expr(plan.is_ragged) else min(ctas, total), 1, 1],
             block=[self.roles.threads, 1, 1],
             stream=stream,
             min_blocks_per_mp=1,  # without it setmaxnreg is dropped
@@ -130,10 +147,11 @@ class ForwardKernel:
         cute.arch.griddepcontrol_wait()  # inputs are complete, and nobody reads the outputs any more
         if warp < WARPGROUP // 32:
             cute.arch.setmaxregister_decrease(roles.producer_registers)
-            if warp == 0:
-                scheduler = make_scheduler(plan.scheduler, args.tiles, args.tile_counter)
-                self.producer.run(scheduler, args, atoms, shared, pipes)
+            if warp == PRODUCER:
+                self.producer.run(args, atoms, shared, pipes)
                 cute.arch.griddepcontrol_launch_dependents()
+            if warp == SCHEDULER:
+                self.scheduler.run(args.work, pipes.tiles)
         else:
             cute.arch.setmaxregister_increase(roles.consumer_registers)
             wg = cute.arch.make_warp_uniform(thread // WARPGROUP - 1)
@@ -148,7 +166,7 @@ class ForwardKernel:
             q=tma_pipeline(specs["q"], storage.bar_q, q_bytes),
             k=tma_pipeline(specs["k"], storage.bar_k, cute.size_in_bytes(dtype, tiles.k)),
             v=tma_pipeline(specs["v"], storage.bar_v, cute.size_in_bytes(dtype, tiles.v)),
-            tiles=make_mailbox(specs["tile"], storage),
+            tiles=make_mailbox(specs["tile"], storage, self.plan.is_ragged),
         )
 
 
@@ -156,6 +174,7 @@ def placeholder_arguments(plan: ForwardPlan) -> tuple[Any, ...]:
     """Arguments for `cute.compile`."""
     dtype = ELEMENT_TYPES[plan.dtype]
     batch, seqlen_q, seqlen_k, heads, heads_k = (placeholders.size() for _ in range(5))
+    batch_k = placeholders.size() if plan.is_ragged else batch  # one side may be packed, the other padded
     hdim, hdimv = placeholders.head_dim_size(), placeholders.head_dim_size()
     lse = None
     if plan.has_lse:
@@ -163,11 +182,13 @@ def placeholder_arguments(plan: ForwardPlan) -> tuple[Any, ...]:
         lse = make_fake_tensor(Float32, (batch, heads, seqlen_q), strides, assumed_align=4)
     return (
         placeholders.heads_tensor(dtype, batch, seqlen_q, heads, hdim),
-        placeholders.heads_tensor(dtype, batch, seqlen_k, heads_k, hdim),
-        placeholders.heads_tensor(dtype, batch, seqlen_k, heads_k, hdimv),
+        placeholders.heads_tensor(dtype, batch_k, seqlen_k, heads_k, hdim),
+        placeholders.heads_tensor(dtype, batch_k, seqlen_k, heads_k, hdimv),
         placeholders.heads_tensor(dtype, batch, seqlen_q, heads, hdimv),
         lse,
-        placeholders.tile_counter(plan.scheduler),
+        None if plan.is_ragged else placeholders.tile_counter(plan.scheduler),
+        placeholders.table() if plan.is_ragged else None,
+        *placeholders.mask_bounds(plan.mask),
         Float32(1.0),
         Int32(1),
         Int32(1),

@@ -1,15 +1,15 @@
-"""The producer warp: hands out tiles and loads Q, K and V by TMA.
+"""The producer warp: loads Q, K and V by TMA for the tiles that the scheduler warp posts.
 
-Loads are issued in the order in which the consumers need them: Q, K(last), then K(j - 1) and V(j) in turn, V(0). K and
+Loads are issued in the order in which the consumers need them: Q, K(last), then K(j - 1) and V(j) in turn, V(first). K and
 V stages keep rolling over tile boundaries, so the next tile's first loads run during this tile's last blocks.
 """
 
 from typing import Any
 
-from flash_hopper.device.dsl import Int32, cute, cutlass
-from flash_hopper.device.pipelines import load, partition, producer_state
+from flash_hopper.device.dsl import cute, cutlass
+from flash_hopper.device.pipelines import consumer_state, load, partition, producer_state
+from flash_hopper.device.sequences import make_batch
 from flash_hopper.geometry.blocks import key_blocks
-from flash_hopper.geometry.tiles import TileCoord, tile_coord
 from flash_hopper.kernels.forward.args import ForwardArgs, ForwardAtoms, Pipelines, SharedTensors
 from flash_hopper.kernels.forward.storage import WG_ROWS
 from flash_hopper.plan.forward import ForwardPlan
@@ -21,49 +21,37 @@ class Producer:
 
     def __init__(self, plan: ForwardPlan) -> None:
         self.plan = plan
+        self.batch = make_batch(plan.is_ragged)
 
     @cute.jit
-    def run(
-        self, scheduler: Any, args: ForwardArgs, atoms: ForwardAtoms, shared: SharedTensors, pipes: Pipelines
-    ) -> None:
-        """All tiles of this CTA, then the end marker for the consumers."""
+    def run(self, args: ForwardArgs, atoms: ForwardAtoms, shared: SharedTensors, pipes: Pipelines) -> None:
+        """All tiles of this CTA."""
         plan = self.plan
-        q_state, tile_state = producer_state(plan.q_stages), producer_state(TILE_SLOTS)
+        q_state, tile_state = producer_state(plan.q_stages), consumer_state(TILE_SLOTS)
         k_state, v_state = producer_state(plan.kv_stages), producer_state(plan.kv_stages)
-        heads, batch = cute.size(args.mQ, mode=[2]), cute.size(args.mQ, mode=[3])
-        group = heads // cute.size(args.mK, mode=[2])
-        tile = scheduler.first()
-        while tile < args.tiles:
-            coord = tile_coord(tile, args.m_blocks, heads, batch, args.heads_per_section)
-            pipes.tiles.post(tile_state, coord)
-            tile_state.advance()
-            requested = scheduler.request(tile)
-            self.load_q(args, atoms, shared, pipes, coord, q_state)
+        tile = pipes.tiles.read(tile_state)
+        tile_state.advance()
+        while tile.block >= 0:
+            self.load_q(args, atoms, shared, pipes, tile, q_state)
             q_state.advance()
-            k_state, v_state = self.load_kv(args, atoms, shared, pipes, coord, coord.head // group, k_state, v_state)
-            tile = scheduler.resolve(requested)
-        pipes.tiles.post_end(tile_state)
+            k_state, v_state = self.load_kv(args, atoms, shared, pipes, tile, k_state, v_state)
+            tile = pipes.tiles.read(tile_state)
+            tile_state.advance()
 
     @cute.jit
     def load_q(
-        self,
-        args: ForwardArgs,
-        atoms: ForwardAtoms,
-        shared: SharedTensors,
-        pipes: Pipelines,
-        coord: TileCoord,
-        state: Any,
+        self, args: ForwardArgs, atoms: ForwardAtoms, shared: SharedTensors, pipes: Pipelines, tile: Any, state: Any
     ) -> None:
         """The tile's rows, one load per consumer warpgroup; they complete on one barrier."""
         plan = self.plan
         rows = cute.local_tile(
-            args.mQ[None, None, coord.head, coord.batch], (WG_ROWS, plan.tile_hdim), (None, 0)
+            self.batch.queries(args.mQ, tile, tile.head), (WG_ROWS, plan.tile_hdim), (None, 0)
         )  # (64, tile_hdim, row band)
         src, dst = partition(atoms.tma_q, rows, shared.sQ)
         wgs = plan.consumer_warpgroups
         pipes.q.producer_acquire(state)
         for wg in cutlass.range_constexpr(wgs):
-            load(atoms.tma_q, src[None, coord.block * wgs + wg], dst[None, state.index * wgs + wg], pipes.q, state)
+            load(atoms.tma_q, src[None, tile.block * wgs + wg], dst[None, state.index * wgs + wg], pipes.q, state)
 
     @cute.jit
     def load_kv(
@@ -72,23 +60,24 @@ class Producer:
         atoms: ForwardAtoms,
         shared: SharedTensors,
         pipes: Pipelines,
-        coord: TileCoord,
-        head_k: Int32,
+        tile: Any,
         k_state: Any,
         v_state: Any,
     ) -> tuple[Any, Any]:
         """The tile's key blocks from the last to the first; returns the advanced cursors."""
-        plan = self.plan
+        plan, batch = self.plan, self.batch
         blocks = key_blocks(
-            coord.block * plan.tile_m, plan.tile_m, args.mQ.shape[0], args.mK.shape[0], plan.tile_n, plan.is_causal
-        )
-        mK, mV = args.mK[None, None, head_k, coord.batch], args.mV[None, None, head_k, coord.batch]
+            tile.block * plan.tile_m, plan.tile_m, batch.lengths(tile, args.mQ, args.mK), plan.tile_n,
+            args.mask(plan.mask),
+        )  # fmt: skip
+        head_k = tile.head // args.work.group
+        mK, mV = batch.keys(args.mK, tile, head_k), batch.keys(args.mV, tile, head_k)
         k_src, k_dst = partition(atoms.tma_k, cute.local_tile(mK, (plan.tile_n, plan.tile_hdim), (None, 0)), shared.sK)
         v_src, v_dst = partition(atoms.tma_v, cute.local_tile(mV, (plan.tile_n, plan.tile_hdimv), (None, 0)), shared.sV)
         pipes.k.producer_acquire(k_state)
         load(atoms.tma_k, k_src[None, blocks.end - 1], k_dst[None, k_state.index], pipes.k, k_state)
         k_state.advance()
-        for i in cutlass.range(blocks.end - 1, unroll=1):
+        for i in cutlass.range(blocks.end - 1 - blocks.start, unroll=1):
             n_block = blocks.end - 2 - i
             pipes.k.producer_acquire(k_state)
             load(atoms.tma_k, k_src[None, n_block], k_dst[None, k_state.index], pipes.k, k_state)
@@ -97,6 +86,6 @@ class Producer:
             load(atoms.tma_v, v_src[None, n_block + 1], v_dst[None, v_state.index], pipes.v, v_state)
             v_state.advance()
         pipes.v.producer_acquire(v_state)
-        load(atoms.tma_v, v_src[None, 0], v_dst[None, v_state.index], pipes.v, v_state)
+        load(atoms.tma_v, v_src[None, blocks.start], v_dst[None, v_state.index], pipes.v, v_state)
         v_state.advance()
         return k_state, v_state

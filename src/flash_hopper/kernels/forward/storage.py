@@ -7,7 +7,7 @@
 | sQ | (64, tile_hdim) per warpgroup and Q stage | sO, if the plan says so | TMA | wgmma |
 | sK | (tile_n, tile_hdim) per K/V stage | - | TMA | wgmma |
 | sV | (tile_n, tile_hdimv) per K/V stage | - | TMA | wgmma |
-| sO | (64, tile_hdimv) per warpgroup | sQ, if the plan says so | its warpgroup (stmatrix) | TMA store |
+| sO | (64, tile_hdimv) per warpgroup | the tile's own Q, if the plan says so | its warpgroup (stmatrix) | TMA store |
 
 A warpgroup's part of Q is contiguous, so that its O can take exactly that place once its own last QK is done.
 """
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from flash_hopper.device.dsl import ELEMENT_TYPES, Int32, Int64, SmemAllocator, cute
 from flash_hopper.device.layouts import stacked, tile_layout
-from flash_hopper.device.schedulers.mailbox import SLOT_INTS
+from flash_hopper.device.schedulers.mailbox import slot_ints
 from flash_hopper.kernels.forward.args import SharedTensors
 from flash_hopper.plan.budget import check_shared_memory
 from flash_hopper.plan.forward import ForwardPlan
@@ -67,7 +67,7 @@ def shared_struct(plan: ForwardPlan) -> Any:
         bar_k: tensor[Int64, 2 * specs["k"].stages]
         bar_v: tensor[Int64, 2 * specs["v"].stages]
         bar_tile: tensor[Int64, 2 * specs["tile"].stages]
-        slots: align[tensor[Int32, SLOT_INTS * specs["tile"].stages], 16]
+        slots: align[tensor[Int32, slot_ints(plan.is_ragged) * specs["tile"].stages], 16]
         sQ: align[tensor[dtype, q * wgs * plan.q_stages], SWIZZLE_ALIGN]
         sK: align[tensor[dtype, k * stages], SWIZZLE_ALIGN]
         sV: align[tensor[dtype, v * stages], SWIZZLE_ALIGN]
@@ -90,5 +90,9 @@ def allocate(plan: ForwardPlan, struct: Any, tiles: TileLayouts) -> tuple[Any, S
         sQ=tensor(storage.sQ, tiles.q, wgs * plan.q_stages, q),
         sK=tensor(storage.sK, tiles.k, stages, k),
         sV=tensor(storage.sV, tiles.v, stages, v),
-        sO=tensor(storage.sQ, tiles.o, wgs, q) if plan.o_aliases_q else tensor(storage.sO, tiles.o, wgs, o),
+        sO=(
+            tensor(storage.sQ, tiles.o, wgs * plan.q_stages, q)
+            if plan.o_aliases_q
+            else tensor(storage.sO, tiles.o, wgs, o)
+        ),
     )

@@ -2,14 +2,17 @@
 
 Bound by memory: each row of dO and O is read once, in 16-byte pieces. Rows past seqlen_q, and rows that saw no key, get
 LSE = +inf, so that every later exp2(S - LSE) is 0 there, and D = 0.
+
+Of a ragged batch the statistics are those of padded rows, where each sequence starts a new block of the key-parallel kernel.
 """
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 from flash_hopper.device import placeholders
 from flash_hopper.device.dsl import (
     ELEMENT_TYPES,
+    Boolean,
     Float32,
     Int32,
     const_expr,
@@ -18,14 +21,24 @@ from flash_hopper.device.dsl import (
     cutlass,
     make_fake_tensor,
 )
-from flash_hopper.geometry.arith import ceil_div
+from flash_hopper.device.sequences import sequence_of_row, table_row, table_sequences
+from flash_hopper.geometry.arith import ceil_div, minimum
 from flash_hopper.plan.backward import PreprocessPlan
+from flash_hopper.plan.schedule import COLUMNS
 
 THREADS = 128
 VECTOR = 8  # elements of 16 bit in 16 bytes
 CLEARED_MULTIPLE = 64  # values of the accumulator come in multiples of this
 ROWS_PER_THREAD = 4  # so that 8 to 16 loads a thread are in flight
 LOG2_E = math.log2(math.e)
+
+
+class RowPlace(NamedTuple):
+    """Where a row of the statistics comes from: `row` of a batch entry, if it is one that is used."""
+
+    entry: Int32
+    row: Int32
+    is_used: Boolean
 
 
 class PreprocessKernel:
@@ -45,14 +58,19 @@ class PreprocessKernel:
         dlse: cute.Tensor | None,
         statistics: cute.Tensor,
         accumulator: cute.Tensor | None,
+        table: cute.Tensor | None,
         stream: cuda.CUstream,
     ):
         """out, dout: (batch, seqlen_q, heads, head_dim_v); lse, dlse: (batch, heads, seqlen_q) float32; statistics:
         (2, batch, heads, rows) float32, rows >= seqlen_q: LSE in base 2, then D; accumulator: (batch, heads,
-        rows * plan.cleared_hdim) float32."""
+        rows * plan.cleared_hdim) float32. Of a ragged batch packed sequences are a batch of one; statistics and accumulator
+        are of a batch of one, too, and of padded rows, as `table` (`plan/schedule.py`) says."""
         row_blocks = ceil_div(statistics.shape[3], self.rows_per_cta)
-        self.kernel(out, dout, lse, dlse, statistics, accumulator, row_blocks).launch(
-            grid=[row_blocks * out.shape[2] * out.shape[0], 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=True
+        self.kernel(out, dout, lse, dlse, statistics, accumulator, table, row_blocks).launch(
+            grid=[row_blocks * out.shape[2] * statistics.shape[1], 1, 1],
+            block=[THREADS, 1, 1],
+            stream=stream,
+            use_pdl=True,
         )
 
     @cute.kernel
@@ -64,6 +82,7 @@ class PreprocessKernel:
         mdLSE: cute.Tensor | None,
         mStatistics: cute.Tensor,
         mAccumulator: cute.Tensor | None,
+        table: cute.Tensor | None,
         row_blocks: Int32,
     ):
         """A CTA's rows; `threads_per_row` threads share a row."""
@@ -77,16 +96,23 @@ class PreprocessKernel:
         cute.arch.griddepcontrol_wait()  # dO may come from the kernel before; earlier readers of the memory are done
         if const_expr(mAccumulator is not None):
             self.clear(mAccumulator[batch, head, None], block - pair * row_blocks, thread)
+        sequence = Int32(0)
+        if const_expr(table is not None):
+            sequence = sequence_of_row(table, "padded_q", first)
         for i in cutlass.range_constexpr(ROWS_PER_THREAD):
             row = first + i * self.rows_per_pass
-            total = self.row_sum(mO, mdO, batch, head, row, piece)
+            at = RowPlace(batch, row, row < mO.shape[1])
+            if const_expr(table is not None):
+                sequence = self.advance(table, sequence, row)
+                at = self.ragged_place(table, sequence, row, mO.shape[0])
+            total = self.row_sum(mO, mdO, at, head, piece)
             if piece == 0 and row < mStatistics.shape[3]:
                 lse, delta = Float32.inf, Float32(0.0)
-                if row < mO.shape[1]:
-                    value = mLSE[batch, head, row]
+                if at.is_used:
+                    value = mLSE[at.entry, head, at.row]
                     delta = total
                     if const_expr(mdLSE is not None):
-                        delta = delta - mdLSE[batch, head, row]
+                        delta = delta - mdLSE[at.entry, head, at.row]
                     if value != -Float32.inf:
                         lse = value * LOG2_E
                     else:
@@ -107,14 +133,26 @@ class PreprocessKernel:
                 cute.autovec_copy(zeros, cute.local_tile(gAccumulator, (4,), (piece,)))
 
     @cute.jit
-    def row_sum(
-        self, mO: cute.Tensor, mdO: cute.Tensor, batch: Int32, head: Int32, row: Int32, piece: Int32
-    ) -> Float32:
+    def advance(self, table: cute.Tensor, sequence: Int32, row: Int32) -> Int32:
+        """The sequence of a row one pass after one of `sequence`: each has at least as many padded rows as a pass."""
+        if sequence + 1 < table_sequences(table):
+            if table_row(table, sequence + 1)[COLUMNS.index("padded_q")] <= row:
+                sequence = sequence + 1
+        return sequence
+
+    def ragged_place(self, table: cute.Tensor, sequence: Int32, row: Int32, entries: Int32) -> RowPlace:
+        """Where a padded row of `sequence` comes from."""
+        found = table_row(table, sequence)
+        seqlen, start, padded = (found[COLUMNS.index(name)] for name in ("seqlen_q", "row_q", "padded_q"))
+        return RowPlace(minimum(sequence, entries - 1), start + row - padded, row - padded < seqlen)
+
+    @cute.jit
+    def row_sum(self, mO: cute.Tensor, mdO: cute.Tensor, at: RowPlace, head: Int32, piece: Int32) -> Float32:
         """rowsum(dO o O), in every thread of the row."""
         per_row = self.plan.threads_per_row
         total = Float32(0.0)
-        if row < mO.shape[1]:
-            gO, gdO = mO[batch, row, head, None], mdO[batch, row, head, None]
+        if at.is_used:
+            gO, gdO = mO[at.entry, at.row, head, None], mdO[at.entry, at.row, head, None]
             for start in cutlass.range_constexpr(0, 256 if per_row > 8 else 64, per_row * VECTOR):
                 chunk = piece + start // VECTOR
                 if chunk * VECTOR < mO.shape[3]:
@@ -134,12 +172,14 @@ def placeholder_arguments(plan: PreprocessPlan) -> tuple[Any, ...]:
         strides = tuple(cute.sym_int64() for _ in range(3))
         return make_fake_tensor(Float32, (batch, heads, seqlen_q), strides, assumed_align=4)
 
+    padded_batch = placeholders.size() if plan.is_ragged else batch
     return (
         placeholders.heads_tensor(dtype, batch, seqlen_q, heads, hdimv),
         placeholders.heads_tensor(dtype, batch, seqlen_q, heads, hdimv),
         per_row(),
         per_row() if plan.has_dlse else None,
-        placeholders.statistics(batch, heads),
-        placeholders.accumulator(batch, heads, CLEARED_MULTIPLE) if plan.cleared_hdim else None,
+        placeholders.statistics(padded_batch, heads),
+        placeholders.accumulator(padded_batch, heads, CLEARED_MULTIPLE) if plan.cleared_hdim else None,
+        placeholders.table() if plan.is_ragged else None,
         placeholders.stream(),
     )

@@ -26,7 +26,7 @@ class DkdvTile:
     is_deferred: bool = False
 
 
-# (head dim up to, head dim of v up to, tile for full attention, for causal); H200, 2026-11, docs/findings/backward.md
+# (head dim up to, head dim of v up to, tile for full attention, for masks); H200, 2026-11, docs/findings/backward.md
 DQ_ROWS = (
     (64, 64, DqTile(128, 128, 2, 2, has_pingpong=False), DqTile(192, 80, 2, 2)),
     (128, 128, DqTile(128, 128, 2, 2), DqTile(128, 128, 2, 2)),
@@ -41,10 +41,10 @@ DKDV_ROWS = (
 )
 
 
-def choose_dq_tile(hdim: int, hdimv: int, is_causal: bool) -> DqTile:
+def choose_dq_tile(hdim: int, hdimv: int, is_full: bool) -> DqTile:
     """The query-parallel kernel's tile for padded head dims."""
-    full, causal = next((full, causal) for d, dv, full, causal in DQ_ROWS if hdim <= d and hdimv <= dv)
-    return causal if is_causal else full
+    full, masked = next((full, masked) for d, dv, full, masked in DQ_ROWS if hdim <= d and hdimv <= dv)
+    return full if is_full else masked
 
 
 def choose_dkdv_tile(hdim: int, hdimv: int) -> DkdvTile:

@@ -1,0 +1,30 @@
+"""The table of a ragged batch: where a prepare kernel puts what the attention kernels need to know of each sequence.
+
+One flat int32 buffer: `HEADER` ints, of which each kernel of a call takes one as its counter of tiles handed out, all zero;
+then a row of `COLUMNS` ints a sequence; then the sequences' numbers in the order in which they are computed. A last sequence,
+without a used row, owns the rows behind `cu_seqlens[-1]`. `kernels/schedule` writes the table, `device/sequences.py` reads it,
+`launch` allocates it.
+"""
+
+from dataclasses import dataclass
+
+HEADER = 8
+COLUMNS = ("seqlen_q", "seqlen_k", "allocated_q", "allocated_k", "row_q", "row_k", "padded_q", "padded_k")
+COUNTERS = {"forward": 0, "backward_dq": 0, "backward_dkdv": 1}  # which int of the header a kernel draws from
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulePlan:
+    """The prepare kernel has no choices: lengths, and which tensors are given, are run-time values."""
+
+    kind = "schedule"
+
+    @property
+    def name(self) -> str:
+        """Its only name."""
+        return "schedule"
+
+
+def table_ints(batch: int) -> int:
+    """Ints of the table for this many sequences."""
+    return HEADER + (len(COLUMNS) + 1) * (batch + 1)

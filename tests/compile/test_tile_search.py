@@ -1,0 +1,240 @@
+"""The prepare kernel and the scheduler warp, run as plain Python (`simt.py`): the very code that is traced for the GPU.
+
+Claims are those of specification 9.3.1 and 9.4.1: the table says what the lengths say, every tile of every sequence is found by
+one CTA, with its sequence's lengths, and every warp ends, whatever the number of CTAs and however their draws interleave.
+"""
+
+import random
+import time
+from collections import Counter
+from itertools import product
+
+import pytest
+from simt import WARP, Device, Tensor
+
+from flash_hopper.device import sequences
+from flash_hopper.device.schedulers import numbering, source
+from flash_hopper.geometry.arith import ceil_div
+from flash_hopper.geometry.tiles import TileCoord
+from flash_hopper.kernels.schedule import kernel as schedule
+from flash_hopper.plan.schedule import COLUMNS, HEADER, SchedulePlan, table_ints
+
+TILE = 64
+
+
+@pytest.fixture
+def device(monkeypatch) -> Device:
+    monkeypatch.setattr(schedule, "THREADS", schedule.BUCKETS)
+    found = Device(monkeypatch, sequences, numbering, source, schedule)
+    monkeypatch.setattr(source, "draw", numbering.draw)
+    return found
+
+
+class Lengths:
+    """One side of a batch. `gaps`: rows behind the used ones of each sequence; `unused`: packed rows behind the last one."""
+
+    def __init__(self, used, gaps=None, unused=0, size=None) -> None:
+        self.used, self.has_gaps = list(used), gaps is not None
+        self.gaps = list(gaps) if gaps is not None else [0] * len(self.used)
+        self.unused, self.size = unused, size
+
+    @property
+    def allocated(self) -> list[int]:
+        if self.size is not None:
+            return [self.size] * len(self.used)
+        return [n + gap for n, gap in zip(self.used, self.gaps, strict=True)]
+
+    @property
+    def starts(self) -> list[int]:
+        """In its entry of the batch, of all sequences and the rows behind them."""
+        if self.size is not None:
+            return [0] * (len(self.used) + 1)
+        return [sum(self.allocated[:i]) for i in range(len(self.used) + 1)]
+
+    def side(self, multiple: int) -> schedule.Side:
+        seqused = self.used if self.has_gaps or self.size is not None else None
+        cu_seqlens = self.starts if self.size is None else None
+        rows = self.size if self.size is not None else sum(self.allocated) + self.unused
+        tensors = (Tensor.of(values or []) for values in (cu_seqlens, seqused))
+        flags = cu_seqlens is not None, seqused is not None
+        return schedule.Side(*tensors, *flags, self.size or 0, rows, multiple)
+
+
+def prepared(device: Device, q: Lengths, k: Lengths, multiples=(1, 1)) -> Tensor:
+    return written(device, q.side(multiples[0]), k.side(multiples[1]), len(q.used))
+
+
+def written(device: Device, q: schedule.Side, k: schedule.Side, batch: int) -> Tensor:
+    table = Tensor.of([None] * table_ints(batch))
+    kernel = schedule.ScheduleKernel(SchedulePlan())
+    device.run(1, schedule.BUCKETS, lambda: kernel.kernel(q, k, table))
+    return table
+
+
+def rows_of(table: Tensor) -> list[dict[str, int]]:
+    count = sequences.table_sequences(table)
+    return [dict(zip(COLUMNS, sequences.table_row(table, i).values, strict=True)) for i in range(count)]
+
+
+def drawn(batch: int, longest: int, seed: int) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.choice((0, 1, draw.randint(0, longest))) for _ in range(batch)]
+
+
+BATCHES = {
+    "packed": (Lengths([5, 0, 700]), Lengths([9, 3, 0])),
+    "packed, rows behind it": (Lengths([1, 64, 65], unused=77), Lengths([0, 0, 0], unused=1)),
+    "packed with used lengths": (Lengths([1, 0, 40], [3, 5, 0], 2), Lengths([64, 64, 0], [0, 1, 7])),
+    "padded": (Lengths([10, 0, 3], size=12), Lengths([300, 1, 0], size=300)),
+    "packed queries, padded keys": (Lengths(drawn(40, 90, 1)), Lengths(drawn(40, 500, 2), size=500)),
+    "padded queries, packed keys": (Lengths(drawn(33, 90, 3), size=90), Lengths(drawn(33, 500, 4), unused=3)),
+    "no sequence": (Lengths([], unused=5), Lengths([])),
+    "lengths of every size": (
+        Lengths([0, 1, 1 << 28, 3, 1 << 20, 17, 1 << 12]),
+        Lengths([0, 5, 1 << 28, 0, 1 << 19, 0, 0]),
+    ),
+    "more sequences than threads": (Lengths(drawn(600, 3000, 5)), Lengths(drawn(600, 3000, 6))),
+}
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+def test_the_table_says_what_the_lengths_say_and_puts_the_longest_first(batch, device):
+    sides, multiples = BATCHES[batch], (1, 1) if batch == "packed" else (64, 128)
+    table = prepared(device, *sides, multiples)
+    check_rows(table, sides, multiples)
+    check_order(table)
+
+
+def check_rows(table, sides, multiples):
+    found = rows_of(table)
+    for letter, side, multiple in zip("qk", sides, multiples, strict=True):
+        rows = [{name[:-2]: row[name] for name in COLUMNS if name.endswith(letter)} for row in found]
+        assert [row["seqlen"] for row in rows] == [*side.used, 0]
+        assert [row["allocated"] for row in rows] == [*side.allocated, side.unused]
+        assert [row["row"] for row in rows[:-1]] == side.starts[:-1]
+        assert side.unused == 0 or rows[-1]["row"] == side.starts[-1]
+        padded = [row["padded"] for row in rows]
+        assert all(first % multiple == 0 for first in padded)
+        ends = [first + ceil_div(row["seqlen"], multiple) * multiple for first, row in zip(padded, rows, strict=True)]
+        assert all(end <= first for end, first in zip(ends, padded[1:], strict=False))
+    assert table.values[:HEADER] == [0] * HEADER
+
+
+def check_order(table):
+    """Every sequence once; none comes behind one that is shorter by more than an eighth."""
+    order = sequences.table_order(table).values
+    assert sorted(order) == list(range(sequences.table_sequences(table)))
+    lengths = [row["seqlen_q"] + row["seqlen_k"] for row in rows_of(table)]
+    shortest = max(lengths)
+    for sequence in order:
+        assert 8 * lengths[sequence] <= 9 * max(shortest, 1), (sequence, lengths[sequence], shortest)
+        shortest = min(shortest, lengths[sequence])
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_lengths_that_make_no_sense_lead_to_no_row_outside_the_tensors(seed, device):
+    """Decreasing, negative or too large offsets and used lengths: results are undefined, memory is not."""
+    draw, batch, rows = random.Random(seed), 40, 1000
+    wild = [[draw.randint(-2000, 3000) for _ in range(batch + 1)] for _ in range(4)]
+    packed = schedule.Side(Tensor.of(wild[0]), Tensor.of(wild[1]), True, True, 0, rows, 64)
+    padded = schedule.Side(Tensor.of([]), Tensor.of(wild[2]), False, True, 100, 100, 64)
+    for row in rows_of(written(device, packed, padded, batch)):
+        assert 0 <= row["row_q"] <= row["row_q"] + row["allocated_q"] <= rows
+        assert row["row_k"] == 0 and 0 <= row["allocated_k"] <= 100
+        assert 0 <= row["seqlen_q"] <= row["allocated_q"] and 0 <= row["seqlen_k"] <= row["allocated_k"]
+
+
+class Posted:
+    """Stands for the mailbox: what each CTA's scheduler warp posts, in order, with its end."""
+
+    def __init__(self, device: Device) -> None:
+        self.device, self.tiles, self.ended = device, {}, Counter()
+
+    def post(self, state, tile) -> None:
+        if self.device.lane_idx() == 0:
+            self.tiles.setdefault(self.device.block_idx()[0], []).append(tile)
+
+    def wait_read(self, state) -> None:
+        if self.device.lane_idx() == 0:
+            time.sleep(random.random() * 1e-3)  # other CTAs draw meanwhile
+
+    def post_end(self, state) -> None:
+        if self.device.lane_idx() == 0:
+            self.ended[self.device.block_idx()[0]] += 1
+
+    @property
+    def all(self) -> list:
+        return [tile for tiles in self.tiles.values() for tile in tiles]
+
+
+def searched(device: Device, tiles, work, grid: int) -> Posted:
+    posted = Posted(device)
+    warp = source.SchedulerWarp(tiles)
+    device.run(grid, WARP, lambda: warp.run(work, posted))
+    assert posted.ended == dict.fromkeys(range(grid), 1), "every CTA's warp ends, once"
+    return posted
+
+
+SEARCHES = {
+    "one sequence": ([200], [300]),
+    "31": (drawn(31, 150, 1), drawn(31, 150, 2)),
+    "32": (drawn(32, 150, 3), drawn(32, 150, 4)),
+    "62, the first 40 empty": ([0] * 40 + [70] * 22, [5] * 62),
+    "97, all empty but one": ([0] * 96 + [130], [0] * 97),
+    "all empty": ([0] * 33, [0] * 33),
+    "one long and many short": ([3] * 20 + [1500] + [1] * 20, [120] * 41),
+}
+
+
+@pytest.mark.parametrize(("grid", "by_keys"), [(1, False), (3, True), (5, False)])
+@pytest.mark.parametrize("name", SEARCHES)
+def test_every_tile_of_every_sequence_is_found_once_with_its_lengths(name, grid, by_keys, device):
+    used_q, used_k = SEARCHES[name]
+    gaps = [i % 3 * 40 for i in range(len(used_q))]
+    q, k = Lengths(used_q, gaps, unused=70), Lengths(used_k, gaps, unused=10)
+    table = prepared(device, q, k)
+    heads, counter = 2, 3
+    work = source.Work(None, table, 0, 0, heads, len(used_q), 1, 1000 if grid > 1 else 0)
+    tiles = source.RaggedTiles(TILE, by_keys, is_descending=not by_keys, counter=counter)
+    posted = searched(device, tiles, work, grid)
+
+    visited, own = ("q", "k") if by_keys else ("k", "q")
+    rows = rows_of(table)
+    expected = Counter(
+        (sequence, head, block)
+        for sequence, row in enumerate(rows)
+        for head, block in product(range(heads), range(ceil_div(row[f"allocated_{own}"], TILE)))
+    )
+    assert Counter((tile.batch, tile.head, tile.block) for tile in posted.all) == expected
+    for tile in posted.all:
+        row = dict(rows[tile.batch])
+        if tile.block * TILE >= row[f"seqlen_{own}"]:
+            row[f"seqlen_{visited}"] = 0  # nothing to visit for rows that are not used
+        assert {column: getattr(tile, column) for column in COLUMNS} == row
+    assert table[counter] == expected.total(), "one draw a tile, to find the next"
+
+
+def test_a_cta_meets_the_blocks_of_a_causal_head_from_the_longest_to_the_shortest(device):
+    table = prepared(device, Lengths([640, 320]), Lengths([640, 320]))
+    work = source.Work(None, table, 0, 0, 3, 2, 1, 1 << 20)
+    posted = searched(device, source.RaggedTiles(TILE, False, is_descending=True, counter=0), work, 1)
+    order = [(tile.batch, tile.block, tile.head) for tile in posted.tiles[0]]
+    assert order == [
+        (sequence, block, head)
+        for sequence, blocks in ((0, 10), (1, 5))
+        for block, head in product(reversed(range(blocks)), range(3))
+    ]
+
+
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+@pytest.mark.parametrize("grid", [1, 3, 12])
+def test_every_tile_of_a_dense_batch_is_found_once_and_the_counter_is_zero_again(kind, grid, device):
+    blocks, heads, batch, counter = 5, 2, 3, Tensor.of([0])
+    total = blocks * heads * batch
+    grid = min(grid, total)  # as the host code launches
+    work = source.Work(counter if kind == "dynamic" else None, None, total, blocks, heads, batch, 1, 4)
+    expected = Counter(TileCoord(*cell) for cell in product(range(blocks), range(heads), range(batch)))
+    for _ in range(2):
+        posted = searched(device, source.DenseTiles(kind, is_descending=True), work, grid)
+        assert Counter(posted.all) == expected
+        assert counter.values == [0]
