@@ -5,14 +5,30 @@ the next place where it needs the others; CTAs run beside each other. Threads th
 `DivergedError`, where a GPU would hang.
 """
 
+import importlib
+import sys
 import threading
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 WARP = 32
 
 
 class DivergedError(AssertionError):
     """Threads wait for others that are elsewhere, or gone."""
+
+
+def copies(*names: str) -> list[ModuleType]:
+    """Modules anew, which import each other's copies: of a function that was compiled the DSL keeps its own version."""
+    originals = {name: importlib.import_module(name) for name in names}
+    for name in names:
+        del sys.modules[name]
+    try:
+        return [importlib.import_module(name) for name in names]
+    finally:
+        for name, module in originals.items():
+            sys.modules[name] = module
+            parent, _, child = name.rpartition(".")
+            setattr(sys.modules[parent], child, module)
 
 
 class Pointer:
@@ -82,7 +98,7 @@ class _Cta:
 
 
 class Device:
-    """Patches modules so that their functions can be called; `run` launches."""
+    """Patches `copies` of modules so that their functions can be called; `run` launches."""
 
     def __init__(self, monkeypatch, *modules) -> None:
         self._here = threading.local()

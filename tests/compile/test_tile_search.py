@@ -10,16 +10,19 @@ from collections import Counter
 from itertools import product
 
 import pytest
-from simt import WARP, Device, Tensor
+from simt import WARP, Device, Tensor, copies
 
-from flash_hopper.device import sequences
-from flash_hopper.device.schedulers import numbering, source
 from flash_hopper.geometry.arith import ceil_div
 from flash_hopper.geometry.tiles import TileCoord
-from flash_hopper.kernels.schedule import kernel as schedule
 from flash_hopper.plan.schedule import COLUMNS, HEADER, SchedulePlan, table_ints
 
 TILE = 64
+sequences, numbering, source, schedule = copies(
+    "flash_hopper.device.sequences",
+    "flash_hopper.device.schedulers.numbering",
+    "flash_hopper.device.schedulers.source",
+    "flash_hopper.kernels.schedule.kernel",
+)
 
 
 @pytest.fixture
@@ -51,7 +54,7 @@ class Lengths:
             return [0] * (len(self.used) + 1)
         return [sum(self.allocated[:i]) for i in range(len(self.used) + 1)]
 
-    def side(self, multiple: int) -> schedule.Side:
+    def side(self, multiple: int):
         seqused = self.used if self.has_gaps or self.size is not None else None
         cu_seqlens = self.starts if self.size is None else None
         rows = self.size if self.size is not None else sum(self.allocated) + self.unused
@@ -64,7 +67,7 @@ def prepared(device: Device, q: Lengths, k: Lengths, multiples=(1, 1)) -> Tensor
     return written(device, q.side(multiples[0]), k.side(multiples[1]), len(q.used))
 
 
-def written(device: Device, q: schedule.Side, k: schedule.Side, batch: int) -> Tensor:
+def written(device: Device, q, k, batch: int) -> Tensor:
     table = Tensor.of([None] * table_ints(batch))
     kernel = schedule.ScheduleKernel(SchedulePlan())
     device.run(1, schedule.BUCKETS, lambda: kernel.kernel(q, k, table))

@@ -73,14 +73,26 @@ class PreparedBackward:
             for gradient in gradients if into is None else ():
                 if gradient is not None:
                     gradient.zero_()
-        elif self.problem.ragged is None:
-            self._launch(Operands(q, k, v, out, lse, dout, dlse), gradients, None)
+            return gradients
+        targets = gradients if into is None else self._with_both(into, k, v)
+        if self.problem.ragged is None:
+            self._launch(Operands(q, k, v, out, lse, dout, dlse), targets, None)
         else:
             assert sequences is not None and self.write_table is not None, "prepared for a ragged batch"
             table = self.write_table(sequences, q.device, self._row_multiple, self._key_multiple)
             batch = Operands(q, k, v, out, lse, dout, dlse).as_batch(self.problem.ragged)
-            self._launch(batch, _as_batch(gradients, self.problem.ragged), table)
+            self._launch(batch, _as_batch(targets, self.problem.ragged), table)
         return gradients
+
+    def _with_both(self, into: Gradients, k: torch.Tensor, v: torch.Tensor) -> Gradients:
+        """A kernel computes dK and dV together: the one that a caller does not want goes where nobody looks."""
+        dq, dk, dv = into
+        if self.request.needs_dkdv:
+            dk, dv = (
+                torch.empty(like.shape, dtype=torch.float32, device=like.device) if target is None else target
+                for target, like in ((dk, k), (dv, v))
+            )
+        return dq, dk, dv
 
     def _allocate(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Gradients:
         needs_dq, needs_dkdv = self.request.needs_dq, self.request.needs_dkdv
