@@ -6,6 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 from backward_calls import leaves
+from device_memory import in_use, peak_of
 
 import flash_hopper
 from flash_hopper.geometry.arith import round_up
@@ -14,7 +15,7 @@ from flash_hopper.testing.backward_cases import backward_case
 from flash_hopper.testing.inputs import make_inputs
 from flash_hopper.testing.suites import backward_plans_of
 
-SLACK = 64 * 1024  # blocks of the allocator are multiples of 512 bytes; tile counters
+SLACK = 64 * 1024  # tile counters and the like
 
 CASES = [
     backward_case(64, (4096, 4096), batch=2, heads=(8, 8)),
@@ -41,12 +42,9 @@ def used_by_backward(case, device):
             *tensors, causal=case.causal, deterministic=case.deterministic, return_lse=True
         )
         passed = [(x, grad) for x, grad in ((out, inputs.dout), (lse, inputs.dlse)) if grad is not None]
-        torch.cuda.synchronize(device)
-        before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        grads = torch.autograd.grad([x for x, _ in passed], wanted, [grad for _, grad in passed])
-        torch.cuda.synchronize(device)
-        return torch.cuda.max_memory_allocated(device) - before, sum(x.numel() * x.element_size() for x in grads)
+        results, wishes = zip(*passed, strict=True)
+        grads, used = peak_of(device, lambda: torch.autograd.grad(results, wanted, wishes))
+        return used, sum(x.numel() * x.element_size() for x in grads)
 
     run()  # counters and whatever else is kept
     return run()
@@ -102,12 +100,10 @@ def test_only_a_gradient_of_out_that_tma_cannot_address_is_copied(dout, is_copie
 def test_nothing_stays_allocated_after_a_backward(device):
     case = replace(CASES[1], dlse="bhs")
     used_by_backward(case, device)
-    torch.cuda.synchronize(device)
-    before = torch.cuda.memory_allocated(device)
+    before = in_use(device)
     for _ in range(3):
         used_by_backward(case, device)
-    torch.cuda.synchronize(device)
-    assert torch.cuda.memory_allocated(device) == before
+    assert in_use(device) == before
 
 
 def test_a_forward_that_needs_no_gradient_keeps_nothing(device):
@@ -116,9 +112,7 @@ def test_a_forward_that_needs_no_gradient_keeps_nothing(device):
     size = 2 * case.batch * case.seqlen_q * case.heads * case.dv
     lse = 4 * case.batch * case.heads * case.seqlen_q
     for tensors, kept in (((inputs.q, inputs.k, inputs.v), size), (leaves(inputs), size + lse)):
-        torch.cuda.synchronize(device)
-        before = torch.cuda.memory_allocated(device)
+        before = in_use(device)
         out = flash_hopper.flash_attn_func(*tensors)
-        torch.cuda.synchronize(device)
-        assert abs(torch.cuda.memory_allocated(device) - before - kept) < SLACK
+        assert abs(in_use(device) - before - kept) < SLACK
         del out

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from device_memory import peak_of
 
 import flash_hopper
 from flash_hopper.problem.dtypes import DType
@@ -42,12 +43,7 @@ def test_only_misaligned_tensors_are_copied(device, layout):
     case = replace(BASE, layout=layout, strided="qkv", batch=8)
     inputs = make_inputs(case, device)
     call(inputs)
-    torch.cuda.synchronize(device)
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    result = call(inputs)
-    torch.cuda.synchronize(device)
-    used = torch.cuda.max_memory_allocated(device) - before
+    result, used = peak_of(device, lambda: call(inputs))
     results = sum(x.numel() * x.element_size() for x in result)
     operands = sum(x.numel() * x.element_size() for x in (inputs.q, inputs.k, inputs.v))
     copies = operands if layout in ("misaligned", "misstride") else 0

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from autograd_checks import *  # noqa: F403
+from device_memory import in_use, peak_of
 from places import Place
 
 from flash_hopper import flash_attn_func
@@ -21,16 +22,6 @@ def place(device) -> Place:
 
 def bytes_of(*tensors):
     return sum(x.numel() * x.element_size() for x in tensors)
-
-
-def peak_of(device, function):
-    """What a function returns, and the most memory that was allocated beyond what was there before."""
-    torch.cuda.synchronize(device)
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    result = function()
-    torch.cuda.synchronize(device)
-    return result, torch.cuda.max_memory_allocated(device) - before
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -74,7 +65,7 @@ def test_repeated_training_steps_leave_no_memory_behind(place):
         for x in inputs:
             x.grad = None
         torch.cuda.synchronize(place.device)
-        held.append(torch.cuda.memory_allocated(place.device))
+        held.append(in_use(place.device))
     assert held[1:] == held[1:2] * 4
 
 

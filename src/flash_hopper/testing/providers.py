@@ -6,7 +6,7 @@ the backward, the forward are made here, outside of the timed region.
 """
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +27,8 @@ from flash_hopper.testing.provider_base import (
     function_of,
     make_inputs,
 )
+
+Leaves = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # q, k and v that require grad
 
 __all__ = ["MAKERS", "Inputs", "Prepared", "ProviderAbsent", "WrongResult", "make_inputs", "prepare"]
 
@@ -125,8 +127,12 @@ def gradients_of(maker: Maker) -> Maker:
     """The gradients of a provider's forward, as autograd delivers them to a user: `torch.autograd.grad`."""
 
     def make(shape: BenchShape, inputs: Inputs) -> Prepared:
-        q, k, v = (t.detach().requires_grad_() for t in (inputs.q, inputs.k, inputs.v))
-        return Prepared(_Gradients(maker(shape, replace(inputs, q=q, k=k, v=v)), (q, k, v), inputs.dout))
+        def forward() -> tuple[Prepared, Leaves]:
+            q, k, v = (t.detach().requires_grad_() for t in (inputs.q, inputs.k, inputs.v))
+            return maker(shape, replace(inputs, q=q, k=k, v=v)), (q, k, v)
+
+        forward()  # says at once if there is no such provider
+        return Prepared(_Gradients(forward, inputs.dout))
 
     return make
 
@@ -134,30 +140,32 @@ def gradients_of(maker: Maker) -> Maker:
 class _Gradients:
     """Gradients of q, k and v for dout, from a forward that ran before.
 
-    Autograd runs a backward on the stream of its forward, so each stream that this is called on gets a forward of its
-    own, at its first call; that one is never timed, as every protocol warms up first.
+    Autograd runs a backward on the stream of its forward, and knows a leaf by the stream on which it met it first. So each
+    stream that this is called on gets leaves and a forward of its own, at its first call; that one is never timed, as every
+    protocol warms up first.
     """
 
-    def __init__(self, forward: Prepared, leaves: tuple[torch.Tensor, ...], dout: torch.Tensor) -> None:
-        self._forward = forward.scoped()
-        self._leaves = leaves
-        self._dout = dout.transpose(1, 2) if forward.seqlen_dim == 2 else dout
-        self._outs: dict[int, torch.Tensor] = {}
+    def __init__(self, forward: Callable[[], tuple[Prepared, Leaves]], dout: torch.Tensor) -> None:
+        self._forward = forward
+        self._dout = dout
+        self._graphs: dict[int, tuple[torch.Tensor, Leaves, torch.Tensor]] = {}  # out, leaves, gradient of out
 
     def __call__(self) -> tuple[torch.Tensor, ...]:
         stream = torch.cuda.current_stream().cuda_stream if self._dout.is_cuda else 0
-        out = self._outs.get(stream)
-        if out is None:
-            out = self._outs[stream] = self._run_forward()
-        return torch.autograd.grad(out, self._leaves, self._dout, retain_graph=True)
+        graph = self._graphs.get(stream)
+        if graph is None:
+            graph = self._graphs[stream] = self._run_forward()
+        out, leaves, dout = graph
+        return torch.autograd.grad(out, leaves, dout, retain_graph=True)
 
-    def _run_forward(self) -> torch.Tensor:
+    def _run_forward(self) -> tuple[torch.Tensor, Leaves, torch.Tensor]:
+        forward, leaves = self._forward()
         with torch.enable_grad():
-            result = self._forward()
+            result = forward.scoped()()
         out = result[0] if isinstance(result, tuple | list) else result
         if not (isinstance(out, torch.Tensor) and out.requires_grad):
             raise ProviderAbsent("has no backward")
-        return out
+        return out, leaves, self._dout.transpose(1, 2) if forward.seqlen_dim == 2 else self._dout
 
 
 FORWARD: dict[str, Maker] = {
