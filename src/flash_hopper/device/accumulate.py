@@ -1,7 +1,8 @@
 """Adding an accumulator in registers to float32 values in global memory, for gradients that a caller sums up.
 
 One mechanism for every kernel that finishes a gradient. Each element gets one addition a call, so the bits repeat although
-the additions are the memory's own: they need no register for the old value, and nobody waits for them.
+the additions are the memory's own: they need no register for the old value, and nobody waits for them. They take numbers
+below the smallest normal one for 0.
 """
 
 from typing import Any

@@ -2,8 +2,8 @@
 
 It finds the next tile while this one is computed, so neither the draw of a number nor the search for its sequence is waited
 for; and not before everybody has started on this one, because a tile that is taken early is one that no other CTA can take
-(two tiles earlier: causal 5 to 9 % slower, H200, 2026-11). Only of short tiles is one more taken. Numbers only grow from one tile of a CTA to the next, so a ragged batch is searched once from front to back. All lanes of
-the warp work together.
+(two tiles earlier: causal 5 to 9 % slower, H200, 2026-11). Only of short tiles is one more taken. Numbers only grow from one
+tile of a CTA to the next, so a ragged batch is searched once from front to back. All lanes of the warp work together.
 """
 
 from typing import NamedTuple

@@ -47,8 +47,8 @@ class ForwardKernel:
     | k | plan.kv_stages | TMA | tile_n x tile_hdim | 1 a consumer warp, when QK is done |
     | v | plan.kv_stages | TMA | tile_n x tile_hdimv | 1 a consumer warp, when PV is done |
 
-    Scheduler, per tile: ask for the next one, post this one. Producer, per tile: load Q, K(last); per block: K(j - 1),
-    V(j); V(first).
+    Scheduler, per tile: post it, wait until everybody has started on it, find the next. Producer, per tile: load Q, K(last);
+    per block: K(j - 1), V(j); V(first).
     Consumer, per tile: QK(last), softmax; per block: QK(j - 1) and PV(j) issued in its turn, softmax(j - 1), rescale O
     if the reference moved; PV(0); normalise, store O and LSE. A warpgroup skips the blocks at both ends of the tile's that
     its rows cannot see.

@@ -3,7 +3,7 @@
 | buffer | holds | shares memory with | written by | read by |
 |---|---|---|---|---|
 | barriers | full and empty mbarriers of q, k, v, tile | - | all | all |
-| slots | coordinates of the next tiles | - | producer | consumer warps |
+| slots | coordinates of the next tiles | - | scheduler | producer and consumer warps |
 | sQ | (64, tile_hdim) per warpgroup and Q stage | sO, if the plan says so | TMA | wgmma |
 | sK | (tile_n, tile_hdim) per K/V stage | - | TMA | wgmma |
 | sV | (tile_n, tile_hdimv) per K/V stage | - | TMA | wgmma |

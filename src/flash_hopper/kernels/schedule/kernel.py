@@ -1,8 +1,8 @@
 """Writes the table of a ragged batch (`plan/schedule.py`): lengths and offsets of each sequence, and the order of computation.
 
 One CTA, a thread a sequence. Whatever combination of cu_seqlens and seqused a call has, the other kernels see only the table.
-Values that make no sense are cut so that no kernel leaves its tensors. The order is longest first, up to steps of a
-fourteenth: a counting sort by the logarithm of queries + keys, in no fixed order within a step, on which no result depends.
+Values that make no sense are cut so that no kernel leaves its tensors. The order is longest first, up to steps of at most an
+eighth: a counting sort by the logarithm of queries + keys, in no fixed order within a step, on which no result depends.
 """
 
 from typing import Any, NamedTuple

@@ -46,7 +46,7 @@ SHORT_TILE_GAIN = 1.04
 CHUNK_MAX_M = 192
 
 # Windows of this many keys take the tile for windows. H200, 2026-11, d = 128, 16k, TFLOP/s of 192x80 with turns, 192x64 without
-# and with three stages: window 512 421 and 465, 1024 560 and 580, 4096 730 and 708.
+# and with more stages: window 512 421 and 465, 1024 560 and 580, 4096 730 and 708.
 WINDOW_TO = 2048
 
 ROWS = (
