@@ -230,9 +230,12 @@ def test_pipelines_count_one_arrival_a_consumer_warp_and_whole_stages(kernels):
         assert specs["q"].tx_bytes == plan.tile_m * (plan.tile_hdim * size + STATISTIC_BYTES)
         assert specs["do"].tx_bytes == plan.tile_m * (plan.tile_hdimv * size + STATISTIC_BYTES)
         assert (specs["q"].stages, specs["do"].stages) == (plan.q_stages, plan.do_stages)
+        assert ("p" in specs) == plan.splits_roles
         for spec in specs.values():
             writer = plan.adds_dq and spec.name == "tile"
-            assert spec.consumer_arrivals == 4 * plan.consumer_warpgroups + writer, (plan, spec)
+            # P goes from thread to thread between two warpgroups
+            arrivals = WARPGROUP if spec.name == "p" else 4 * plan.consumer_warpgroups + writer
+            assert spec.consumer_arrivals == arrivals, (plan, spec)
     for plan in of_kind(kernels, BackwardDqPlan):
         specs, size = backward_dq_pipelines(plan), plan.dtype.itemsize
         assert specs["rows"].tx_bytes == plan.tile_m * (plan.tile_hdim + plan.tile_hdimv) * size

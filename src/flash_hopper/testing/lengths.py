@@ -73,7 +73,8 @@ def _zipf(draw: random.Random, batch: int, longest: int) -> list[int]:
 
 
 def _one_long(draw: random.Random, batch: int, longest: int) -> list[int]:
-    found = [draw.randint(min(1, longest), max(1, longest // 32)) for _ in range(batch)]
+    shortest = min(1, longest)
+    found = [draw.randint(shortest, max(shortest, longest // 32)) for _ in range(batch)]
     found[draw.randrange(batch)] = longest
     return found
 
