@@ -130,19 +130,7 @@ def _public_function(case: Case) -> Attention:
 
 
 def _expected(case: Case, inputs: Inputs, out: Tensor) -> dict[str, Target]:
-    """What float64 gives for each result, with the error allowed; gradients for the out that was returned.
-
-    A GPU's additions in memory take numbers below the smallest normal one for 0; so may gradients that are added up.
-    """
-    expected = _expected_results(case, inputs, out)
-    if case.into != "fresh":
-        tiny = torch.finfo(torch.float32).smallest_normal
-        for name in expected.keys() & {"dq", "dk", "dv"}:
-            expected[name] = expected[name]._replace(allowed=expected[name].allowed.clamp_min(tiny))
-    return expected
-
-
-def _expected_results(case: Case, inputs: Inputs, out: Tensor) -> dict[str, Target]:
+    """What float64 gives for each result, with the error allowed; gradients for the out that was returned."""
     problem = case.problem()
     if case.is_ragged:
         call = Call(
