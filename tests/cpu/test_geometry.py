@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flash_hopper.geometry.arith import ceil_div, clamp, maximum, minimum, round_up
-from flash_hopper.geometry.blocks import Blocks, key_blocks, query_blocks
+from flash_hopper.geometry.blocks import WARPGROUP_ROWS, Blocks, key_blocks, query_blocks, warpgroup_blocks
 from flash_hopper.geometry.masks import UNBOUNDED, Lengths, MaskBounds, visible_keys, visible_queries
 from flash_hopper.geometry.tiles import SECTION_BYTES, SECTION_PAIRS, TileCoord, heads_per_section, tile_coord
 from flash_hopper.problem.mask import Mask
@@ -82,19 +82,24 @@ def test_both_ends_of_what_is_visible_grow_with_the_row_or_key(kind, visible):
 
 def check_order(found, count, shape):
     start, inner_start, inner_end, end = found
-    assert 0 <= start <= inner_start <= inner_end <= end <= max(count, 1), shape
+    assert 0 <= start <= inner_start <= end <= max(count, 1) and start <= inner_end <= end, shape
     assert start < end, f"a tile without a block: {shape}"
 
 
-def check_blocks(found, seen, whole, count, shape):
-    """`seen`: blocks in which anything is visible; `whole`: those in which everything is."""
+def check_blocks(found, seen, cut_front, cut_end, count, shape):
+    """`seen`: blocks in which anything is visible; `cut_front`, `cut_end`: those with something invisible in front of what
+    is visible, and behind."""
     check_order(found, count, shape)
     visited = set(range(found.start, found.end))
     if seen:
         assert visited == seen, f"{visited} are visited, {seen} are visible: {shape}"
     else:
         assert len(visited) == 1, f"more than one block for a tile that sees nothing: {shape}"
-    assert set(range(found.inner_start, found.inner_end)) == whole, f"{found}, {whole} need no mask: {shape}"
+    if seen:
+        assert set(range(found.start, found.inner_start)) == cut_front & visited, f"{found}, {cut_front}: {shape}"
+        assert set(range(found.inner_end, found.end)) == cut_end & visited, f"{found}, {cut_end}: {shape}"
+    else:
+        assert found.inner_start >= found.inner_end, f"the only block of a tile that sees nothing is masked: {shape}"
 
 
 def check_key_blocks(row, rows, lengths, tile_n, mask):
@@ -103,9 +108,9 @@ def check_key_blocks(row, rows, lengths, tile_n, mask):
     visible = [keys_of(r, *lengths, mask) for r in range(row, min(row + rows, lengths.q))]
     count = ceil_div(lengths.k, tile_n)
     seen = {n for keys in visible if keys for n in range(keys.start // tile_n, (keys.stop - 1) // tile_n + 1)}
-    last_first, first_end = max(keys.start for keys in visible), min(keys.stop for keys in visible)
-    whole = {n for n in range(count) if last_first <= n * tile_n and (n + 1) * tile_n <= first_end}
-    check_blocks(key_blocks(row, rows, lengths, tile_n, bounds_of(mask)), seen, whole, count, shape)
+    cut_front = {n for n in range(count) if n * tile_n < max(keys.start for keys in visible)}
+    cut_end = {n for n in range(count) if (n + 1) * tile_n > min(keys.stop for keys in visible)}
+    check_blocks(key_blocks(row, rows, lengths, tile_n, bounds_of(mask)), seen, cut_front, cut_end, count, shape)
 
 
 def check_query_blocks(key, keys, lengths, tile_m, mask):
@@ -115,9 +120,10 @@ def check_query_blocks(key, keys, lengths, tile_m, mask):
     visible = [keys_of(row, *lengths, mask) for row in range(lengths.q)]
     count = ceil_div(lengths.q, tile_m)
     seen = {row // tile_m for row, seen in enumerate(visible) if seen and seen.start <= last and key < seen.stop}
-    partly = {row // tile_m for row, seen in enumerate(visible) if not (seen.start <= key and last < seen.stop)}
-    whole = set(range(count)) - partly
-    check_blocks(query_blocks(key, keys, lengths, tile_m, bounds_of(mask)), seen, whole, count, shape)
+    # a row whose keys start behind the first of these is cut off at its block's front, by the diagonal
+    cut_front = {row // tile_m for row, seen in enumerate(visible) if seen.stop <= last}
+    cut_end = {row // tile_m for row, seen in enumerate(visible) if seen.start > key}
+    check_blocks(query_blocks(key, keys, lengths, tile_m, bounds_of(mask)), seen, cut_front, cut_end, count, shape)
 
 
 @KINDS
@@ -189,6 +195,32 @@ def test_query_blocks_of_random_shapes_with_the_kernels_tiles(tiles, lengths, ma
     tile_m, tile_n = tiles
     key = block % ceil_div(lengths.k, tile_n) * tile_n
     check_query_blocks(key, tile_n, lengths, tile_m, mask)
+
+
+@settings(deadline=None)
+@given(
+    tiles=st.sampled_from([(128, 80), (128, 128), (192, 64), (192, 80), (192, 128), (256, 64)]),
+    lengths=st.builds(Lengths, LONG, st.integers(0, 3000)),
+    mask=ANY_MASK,
+    block=st.integers(0, 100),
+)
+def test_warpgroups_see_what_their_rows_see_and_no_further_from_their_tile_than_their_rows_are(
+    tiles, lengths, mask, block
+):
+    """Also warpgroups without a row: the producer frees at most so many stages for one (`ForwardPlan.frees_unseen`)."""
+    (tile_m, tile_n), bounds = tiles, bounds_of(mask)
+    row, warpgroups = block % ceil_div(lengths.q, tile_m) * tile_m, tile_m // WARPGROUP_ROWS
+    whole = key_blocks(row, tile_m, lengths, tile_n, bounds)
+    parts = [warpgroup_blocks(row, wg, lengths, tile_n, bounds) for wg in range(warpgroups)]
+    for wg, part in enumerate(parts):
+        first = row + wg * WARPGROUP_ROWS
+        assert whole.start <= part.start < part.end <= whole.end
+        if first < lengths.q:
+            assert part == key_blocks(first, WARPGROUP_ROWS, lengths, tile_n, bounds)
+        if mask.kind != "chunk":
+            assert part.start - whole.start <= ceil_div(WARPGROUP_ROWS * wg, tile_n)
+            assert whole.end - part.end <= ceil_div(WARPGROUP_ROWS * (warpgroups - 1 - wg), tile_n)
+    assert {n for part in parts for n in range(part.start, part.end)} == set(range(whole.start, whole.end))
 
 
 class Int32(int):

@@ -9,12 +9,14 @@ from typing import NamedTuple
 from flash_hopper.geometry.arith import Int, ceil_div, clamp, maximum, minimum
 from flash_hopper.geometry.masks import Lengths, MaskBounds, visible_keys, visible_queries
 
+WARPGROUP_ROWS = 64  # of a tile, what one wgmma computes
+
 
 class Blocks(NamedTuple):
-    """Blocks [start, end) are visited; [inner_start, inner_end) need no mask, those before and after do.
+    """Blocks [start, end) are visited; those before inner_start are cut at the front, those from inner_end on at the end.
 
-    start <= inner_start <= inner_end <= end, and end > start: every tile has a block, masked throughout if nothing in it
-    is visible.
+    Both lie between start and end; if inner_end < inner_start, the blocks between them are cut at both sides, and none is
+    whole. end > start: every tile has a block, masked throughout if nothing in it is visible.
     """
 
     start: Int
@@ -35,7 +37,17 @@ def key_blocks(row: Int, rows: Int, lengths: Lengths, tile_n: int, mask: MaskBou
         return Blocks(0, 0, clamp(first.end // tile_n, 0, end), end)
     start = clamp(first.first // tile_n, 0, end - 1)
     inner_start = clamp(ceil_div(last.first, tile_n), start, end)
-    return Blocks(start, inner_start, clamp(first.end // tile_n, inner_start, end), end)
+    return Blocks(start, inner_start, clamp(first.end // tile_n, start, end), end)
+
+
+def warpgroup_blocks(row: Int, warpgroup: Int, lengths: Lengths, tile_n: int, mask: MaskBounds) -> Blocks:
+    """Key blocks for one warpgroup's 64 rows of a tile that starts at `row`.
+
+    A warpgroup without a row of the sequence gets those of the last row, so that no warpgroup's range starts or ends more
+    than its distance from the tile's first or last row would explain.
+    """
+    first = minimum(row + warpgroup * WARPGROUP_ROWS, maximum(lengths.q - 1, row))
+    return key_blocks(first, WARPGROUP_ROWS, lengths, tile_n, mask)
 
 
 def query_blocks(key: Int, keys: Int, lengths: Lengths, tile_m: int, mask: MaskBounds) -> Blocks:
@@ -57,4 +69,4 @@ def query_blocks(key: Int, keys: Int, lengths: Lengths, tile_m: int, mask: MaskB
     sees_all = clamp(first.end - lengths.q + 1, 0, 1)
     inner_end = (first.end + sees_all * (tile_m - 1)) // tile_m
     inner_start = clamp(ceil_div(last.first, tile_m), start, end)
-    return Blocks(start, inner_start, clamp(inner_end, inner_start, end), end)
+    return Blocks(start, inner_start, clamp(inner_end, start, end), end)

@@ -53,6 +53,25 @@ class ForwardPlan:
         return self.tile_m // 64
 
     @property
+    def looks_ahead(self) -> bool:
+        """Whether a tile's first scores are issued before the tile before is finished: with a second stage of Q, if nobody
+        has to wait on the way for a block that he skips."""
+        return self.q_stages > 1 and (self.mask == "full" or self.frees_unseen)
+
+    @property
+    def frees_unseen(self) -> bool:
+        """Whether the producer frees the stages of blocks that a warpgroup does not see, and the warpgroup jumps over them.
+
+        It may jump over fewer blocks than there are stages: a whole round of stages that went by unseen would be mistaken for
+        the next one. Ranges of neighbouring warpgroups start and end 64 rows apart, of chunks any number of blocks.
+        """
+        if self.q_stages == 1 or self.mask in ("full", "chunk"):
+            return False
+        steps = [ceil_div(64 * i, self.tile_n) for i in range(self.consumer_warpgroups)]
+        behind = steps if self.mask == "local" else [0] * len(steps)
+        return max(map(sum, zip(reversed(steps), behind, strict=True))) < self.kv_stages
+
+    @property
     def name(self) -> str:
         """Readable and unique among forward plans, e.g. for symbols, cache listings and tests."""
         flags = [

@@ -26,7 +26,7 @@ from flash_hopper.device.pipelines import consumer_state, skip_stage
 from flash_hopper.device.registers import to_operand
 from flash_hopper.device.sequences import make_batch
 from flash_hopper.device.softmax import SoftmaxState, make_state, scale_rows, update
-from flash_hopper.geometry.blocks import Blocks, key_blocks
+from flash_hopper.geometry.blocks import Blocks, key_blocks, warpgroup_blocks
 from flash_hopper.geometry.masks import Lengths, visible_keys
 from flash_hopper.kernels.forward.args import ForwardArgs, ForwardAtoms, Pipelines, SharedTensors
 from flash_hopper.kernels.forward.epilogue import Epilogue
@@ -46,13 +46,25 @@ class Fragments(NamedTuple):
     acc_O: cute.Tensor  # 64 x tile_hdimv, float32
 
 
-class TileView(NamedTuple):
-    """What a thread needs to know about its part of a tile."""
+class Ends(NamedTuple):
+    """At which ends of a block keys may be invisible."""
+
+    left: bool
+    right: bool
+
+
+UNCUT, LEFT, RIGHT, BOTH = Ends(False, False), Ends(True, False), Ends(False, True), Ends(True, True)
+
+
+class Part(NamedTuple):
+    """A warpgroup's part of a tile, and what a thread needs to know about it."""
 
     first_row: Int32  # of its two rows, the other is 8 below
     lane_col: Int32  # its first column within a key block
-    q_slot: Int32
     lengths: Lengths  # of the tile's sequence
+    blocks: Blocks  # that its rows see
+    before: Int32  # blocks of the tile that come first and are for other warpgroups
+    behind: Int32  # and last
 
 
 class Cursors(NamedTuple):
@@ -61,7 +73,6 @@ class Cursors(NamedTuple):
     q: Any
     k: Any
     v: Any
-    held: Any  # the tile before's position in Q, if its buffer holds O
 
 
 class Consumer:
@@ -72,6 +83,7 @@ class Consumer:
         self.turns = Turns(plan.consumer_warpgroups, plan.has_pingpong)
         self.batch = make_batch(plan.is_ragged)
         self.is_windowed = plan.mask in ("local", "chunk")
+        self.ends = BOTH if self.is_windowed else RIGHT  # of a block that the right end of what is visible cuts
         self.epilogue = Epilogue(plan)
 
     @cute.jit
@@ -84,35 +96,74 @@ class Consumer:
         wg: Int32,
         thread: Int32,
     ) -> None:
-        """All tiles that the producer posts."""
+        """All tiles that the scheduler posts.
+
+        With `plan.looks_ahead` the first scores of the next tile are issued together with the last PV of this one, and
+        computed while this one's output is normalised and stored.
+        """
         plan = self.plan
         frags = self.fragments(atoms, shared)
         softmax = make_state()
         q_state, tile_state = consumer_state(plan.q_stages), consumer_state(TILE_SLOTS)
         k_state, v_state = consumer_state(plan.kv_stages), consumer_state(plan.kv_stages)
+        held, holds = q_state.clone(), Boolean(False)  # the stage of Q whose buffer holds the last output
         self.turns.start(wg)
         tile = pipes.tiles.read(tile_state)
         tile_state.advance()
-        held, holds = q_state.clone(), Boolean(False)
+        part = self.part(args, tile, wg, thread)
+        skipped = part.before  # blocks since the last one that was used
+        if const_expr(plan.looks_ahead):
+            k_state = self.jump(k_state, skipped)
+            self.issue_first(atoms, pipes, frags, tile, q_state, k_state, wg)
+            k_state = self.finish_first(pipes, tile, k_state)
+            frags.acc_O.fill(0.0)
         while tile.block >= 0:
-            k_state, v_state = self.tile(
-                args, atoms, pipes, frags, softmax, tile, Cursors(q_state, k_state, v_state, held), holds, wg, thread
-            )
-            if const_expr(not plan.o_aliases_q):
-                pipes.q.consumer_release(q_state)
-            first_row = self.first_row(tile, wg, thread)
-            self.epilogue.normalise(frags.acc_O, softmax, tile, first_row)
-            slot = q_state.index * plan.consumer_warpgroups + wg if const_expr(plan.o_aliases_q) else wg
-            self.epilogue.store_o(args, atoms, shared.sO[None, None, slot], frags.acc_O, tile, wg, thread)
-            if const_expr(plan.has_lse):
-                self.epilogue.store_lse(args, softmax, tile, first_row, thread % 32)
-            if const_expr(plan.o_aliases_q):
-                held, holds = q_state.clone(), Boolean(True)
-                if const_expr(plan.q_stages == 1):
+            if const_expr(plan.looks_ahead):
+                self.skip_turns(part.before, wg)
+                v_state = self.jump(v_state, skipped)
+            else:
+                k_state, v_state = self.skip(pipes, k_state, v_state, part.before, wg)
+                self.issue_first(atoms, pipes, frags, tile, q_state, k_state, wg)
+                frags.acc_O.fill(0.0)
+                k_state = self.finish_first(pipes, tile, k_state)
+            if const_expr(plan.o_aliases_q and plan.q_stages > 1):
+                if holds:
                     self.release_held(pipes, held, thread)
+            k_state, v_state = self.tile(
+                args, atoms, pipes, frags, softmax, part, Cursors(q_state, k_state, v_state), wg
+            )
+            own, own_part, own_q, own_v = tile, part, q_state.clone(), v_state.clone()
             q_state.advance()
+            v_state.advance()
+            if const_expr(plan.looks_ahead):
+                self.skip_turns(own_part.behind, wg)
             tile = pipes.tiles.read(tile_state)
             tile_state.advance()
+            part = self.part(args, tile, wg, thread)
+            if const_expr(plan.looks_ahead):
+                skipped = own_part.behind + part.before
+                k_state = self.jump(k_state, skipped)
+                self.issue_first(atoms, pipes, frags, tile, q_state, k_state, wg)
+                warpgroup.wait_group(1)  # PV done, the first scores may still be computed
+            else:
+                warpgroup.wait_group(0)
+            pipes.v.consumer_release(own_v)
+            if const_expr(not plan.looks_ahead):
+                k_state, v_state = self.skip(pipes, k_state, v_state, own_part.behind, wg)
+            if const_expr(not plan.o_aliases_q):
+                pipes.q.consumer_release(own_q)
+            self.epilogue.normalise(frags.acc_O, softmax, own, own_part.first_row)
+            slot = own_q.index * plan.consumer_warpgroups + wg if const_expr(plan.o_aliases_q) else wg
+            self.epilogue.store_o(args, atoms, shared.sO[None, None, slot], frags.acc_O, own, wg, thread)
+            if const_expr(plan.looks_ahead):
+                k_state = self.finish_first(pipes, tile, k_state)
+                frags.acc_O.fill(0.0)
+            if const_expr(plan.has_lse):
+                self.epilogue.store_lse(args, softmax, own, own_part.first_row, thread % 32)
+            if const_expr(plan.o_aliases_q):
+                held, holds = own_q.clone(), Boolean(True)
+                if const_expr(plan.q_stages == 1):
+                    self.release_held(pipes, held, thread)
         if thread < 32:
             self.epilogue.wait_stored()  # shared memory must outlive the last store
 
@@ -138,17 +189,44 @@ class Consumer:
             acc_O=cute.make_rmem_tensor(atoms.mma_pv.partition_shape_C((WG_ROWS, plan.tile_hdimv)), Float32),
         )
 
-    def first_row(self, tile: Any, wg: Int32, thread: Int32) -> Int32:
-        """The first of this thread's two rows; lanes of a quad share it."""
-        return tile.block * self.plan.tile_m + wg * WG_ROWS + thread // 32 * 16 + thread % 32 // 4
-
-    def blocks(self, args: ForwardArgs, tile: Any, wg: Int32) -> tuple[Blocks, Blocks]:
-        """This warpgroup's key blocks, and the whole tile's, of which it need not compute the others."""
+    def part(self, args: ForwardArgs, tile: Any, wg: Int32, thread: Int32) -> Part:
+        """This warpgroup's part of a tile, of which it need not compute every key block."""
         plan = self.plan
         row = tile.block * plan.tile_m
         lengths, mask = self.batch.lengths(tile, args.mQ, args.mK), args.mask(plan.mask)
-        own = key_blocks(row + wg * WG_ROWS, WG_ROWS, lengths, plan.tile_n, mask)
-        return own, key_blocks(row, plan.tile_m, lengths, plan.tile_n, mask)
+        own = warpgroup_blocks(row, wg, lengths, plan.tile_n, mask)
+        whole = key_blocks(row, plan.tile_m, lengths, plan.tile_n, mask)
+        return Part(
+            row + wg * WG_ROWS + thread // 32 * 16 + thread % 32 // 4,
+            thread % 4 * 2,
+            Lengths(*(Int32(n) for n in lengths)),
+            Blocks(*(Int32(n) for n in own)),
+            Int32(whole.end - own.end),
+            Int32(own.start - whole.start),
+        )
+
+    @cute.jit
+    def issue_first(
+        self, atoms: ForwardAtoms, pipes: Pipelines, frags: Fragments, tile: Any, q_state: Any, k_state: Any, wg: Int32
+    ) -> None:
+        """A tile's first scores, not waited for. Without a tile nobody loads anything, and the product is of no use."""
+        if tile.block >= 0:
+            pipes.q.consumer_wait(q_state)
+            pipes.k.consumer_wait(k_state)
+        q_slot = q_state.index * self.plan.consumer_warpgroups + wg
+        issue(
+            atoms.mma_qk, frags.acc_S, frags.tSrQ[None, None, None, q_slot],
+            frags.tSrK[None, None, None, k_state.index], True,
+        )  # fmt: skip
+
+    @cute.jit
+    def finish_first(self, pipes: Pipelines, tile: Any, k_state: Any) -> Any:
+        """Wait for what `issue_first` issued, and free its stage of K."""
+        warpgroup.wait_group(0)
+        if tile.block >= 0:
+            pipes.k.consumer_release(k_state)
+        k_state.advance()
+        return k_state
 
     @cute.jit
     def tile(
@@ -158,41 +236,19 @@ class Consumer:
         pipes: Pipelines,
         frags: Fragments,
         softmax: SoftmaxState,
-        tile: Any,
+        part: Part,
         cursors: Cursors,
-        holds: Boolean,
         wg: Int32,
-        thread: Int32,
     ) -> tuple[Any, Any]:
-        """One tile up to unnormalised O and its softmax state; returns the K and V cursors."""
-        plan = self.plan
-        q_state, k_state, v_state, held = cursors
-        blocks, whole = self.blocks(args, tile, wg)
-        view = TileView(
-            self.first_row(tile, wg, thread), thread % 4 * 2, q_state.index * plan.consumer_warpgroups + wg,
-            self.batch.lengths(tile, args.mQ, args.mK),
-        )  # fmt: skip
-        for _ in cutlass.range(whole.end - blocks.end, unroll=1):
-            k_state, v_state = self.skip(pipes, k_state, v_state, wg)
-        # set-up: the first scores, without a PV to overlap with
-        pipes.q.consumer_wait(q_state)
-        pipes.k.consumer_wait(k_state)
-        issue(
-            atoms.mma_qk, frags.acc_S, frags.tSrQ[None, None, None, view.q_slot],
-            frags.tSrK[None, None, None, k_state.index], True,
-        )  # fmt: skip
-        frags.acc_O.fill(0.0)
-        warpgroup.wait_group(0)
-        pipes.k.consumer_release(k_state)
-        k_state.advance()
-        if const_expr(plan.o_aliases_q and plan.q_stages > 1):
-            if holds:
-                self.release_held(pipes, held, thread)
+        """From a tile's first scores to its last PV, which is issued and not waited for; returns the K and V cursors."""
+        plan, blocks = self.plan, part.blocks
+        q_state, k_state, v_state = cursors
+        q_slot = q_state.index * plan.consumer_warpgroups + wg
         last = blocks.end - 1
         is_masked = last >= blocks.inner_end
         if const_expr(self.is_windowed):
             is_masked = is_masked or last < blocks.inner_start
-        self.prepare_scores(args, frags, view, last, is_masked)
+        self.prepare_scores(args, frags, part, last, is_masked, self.ends)
         update(softmax, acc_as_rows(frags.acc_S), args.scale_log2, True)
         to_operand(frags.acc_S, frags.tOrP, plan.dtype)
         # steady state: blocks cut on the right, whole blocks, blocks cut on the left
@@ -201,40 +257,52 @@ class Consumer:
             cut = cutlass.max(last - blocks.inner_end, 0)
             for i in cutlass.range(cut, unroll=1):
                 k_state, v_state = self.step(
-                    args, atoms, pipes, frags, softmax, view, k_state, v_state, wg, last - 1 - i, True
+                    args, atoms, pipes, frags, softmax, part, q_slot, k_state, v_state, wg, last - 1 - i, self.ends
                 )
         inner = last - cut
         if const_expr(self.is_windowed):
             inner = cutlass.max(inner - blocks.inner_start, 0)
         for i in cutlass.range(inner, unroll=1):
             k_state, v_state = self.step(
-                args, atoms, pipes, frags, softmax, view, k_state, v_state, wg, last - 1 - cut - i, False
+                args, atoms, pipes, frags, softmax, part, q_slot, k_state, v_state, wg, last - 1 - cut - i, UNCUT
             )
         if const_expr(self.is_windowed):
             rest = last - cut - inner
             for i in cutlass.range(rest - blocks.start, unroll=1):
                 k_state, v_state = self.step(
-                    args, atoms, pipes, frags, softmax, view, k_state, v_state, wg, rest - 1 - i, True
+                    args, atoms, pipes, frags, softmax, part, q_slot, k_state, v_state, wg, rest - 1 - i, LEFT
                 )
         # drain
         pipes.v.consumer_wait(v_state)
         issue(atoms.mma_pv, frags.acc_O, frags.tOrP, frags.tOrVt[None, None, None, v_state.index], False)
-        warpgroup.wait_group(0)
-        pipes.v.consumer_release(v_state)
-        v_state.advance()
-        if const_expr(self.is_windowed):
-            for _ in cutlass.range(blocks.start - whole.start, unroll=1):
-                k_state, v_state = self.skip(pipes, k_state, v_state, wg)
         return k_state, v_state
 
     @cute.jit
-    def skip(self, pipes: Pipelines, k_state: Any, v_state: Any, wg: Int32) -> tuple[Any, Any]:
-        """A block in which this warpgroup has no visible key: free its stages, take the turn and pass it on."""
-        self.turns.wait(wg)
-        self.turns.pass_on(wg)
-        k_state = skip_stage(pipes.k, k_state)
-        v_state = skip_stage(pipes.v, v_state)
+    def jump(self, state: Any, count: Int32) -> Any:
+        """The cursor behind `count` stages that the producer frees in this warpgroup's place (`Producer.free_unseen`)."""
+        if const_expr(self.plan.mask != "full"):
+            for _ in cutlass.range(count, unroll=1):
+                state.advance()
+        return state
+
+    @cute.jit
+    def skip(self, pipes: Pipelines, k_state: Any, v_state: Any, count: Int32, wg: Int32) -> tuple[Any, Any]:
+        """Blocks in which this warpgroup has no visible key: take the turn, pass it on, and free the stages."""
+        if const_expr(self.plan.mask != "full"):
+            for _ in cutlass.range(count, unroll=1):
+                self.turns.wait(wg)
+                self.turns.pass_on(wg)
+                k_state = skip_stage(pipes.k, k_state)
+                v_state = skip_stage(pipes.v, v_state)
         return k_state, v_state
+
+    @cute.jit
+    def skip_turns(self, count: Int32, wg: Int32) -> None:
+        """Take the turns of so many blocks that this warpgroup does not compute, and pass them on."""
+        if const_expr(self.turns.is_on and self.plan.mask != "full"):
+            for _ in cutlass.range(count, unroll=1):
+                self.turns.wait(wg)
+                self.turns.pass_on(wg)
 
     @cute.jit
     def step(
@@ -244,18 +312,19 @@ class Consumer:
         pipes: Pipelines,
         frags: Fragments,
         softmax: SoftmaxState,
-        view: TileView,
+        part: Part,
+        q_slot: Int32,
         k_state: Any,
         v_state: Any,
         wg: Int32,
         n_block: Int32,
-        is_masked: Constexpr[bool],
+        ends: Constexpr[Ends],
     ) -> tuple[Any, Any]:
         """Steady state: scores of `n_block`, and PV of the block before it, whose P is in registers."""
         pipes.k.consumer_wait(k_state)
         self.turns.wait(wg)
         issue(
-            atoms.mma_qk, frags.acc_S, frags.tSrQ[None, None, None, view.q_slot],
+            atoms.mma_qk, frags.acc_S, frags.tSrQ[None, None, None, q_slot],
             frags.tSrK[None, None, None, k_state.index], True,
         )  # fmt: skip
         pipes.v.consumer_wait(v_state)
@@ -264,7 +333,7 @@ class Consumer:
         warpgroup.wait_group(1)  # QK done, PV may still run
         pipes.k.consumer_release(k_state)
         k_state.advance()
-        self.prepare_scores(args, frags, view, n_block, is_masked)
+        self.prepare_scores(args, frags, part, n_block, ends != UNCUT, ends)
         moves = update(softmax, acc_as_rows(frags.acc_S), args.scale_log2, False)
         warpgroup.wait_group(0)  # PV done: V is free, and P may be overwritten
         pipes.v.consumer_release(v_state)
@@ -275,7 +344,9 @@ class Consumer:
         return k_state, v_state
 
     @cute.jit
-    def prepare_scores(self, args: ForwardArgs, frags: Fragments, view: TileView, n_block: Int32, is_masked: Any):
+    def prepare_scores(
+        self, args: ForwardArgs, frags: Fragments, part: Part, n_block: Int32, is_masked: Any, ends: Constexpr[Ends]
+    ) -> None:
         """Sign and mask: what a score is before the softmax sees it."""
         plan = self.plan
         rows = acc_as_rows(frags.acc_S)
@@ -283,5 +354,5 @@ class Consumer:
             for i in cutlass.range_constexpr(cute.size(frags.acc_S)):
                 frags.acc_S[i] = -frags.acc_S[i]
         if is_masked:
-            visible = tuple(visible_keys(view.first_row + 8 * r, view.lengths, args.mask(plan.mask)) for r in (0, 1))
-            mask_columns(rows, visible, n_block * plan.tile_n + view.lane_col, self.is_windowed)
+            visible = tuple(visible_keys(part.first_row + 8 * r, part.lengths, args.mask(plan.mask)) for r in (0, 1))
+            mask_columns(rows, visible, n_block * plan.tile_n + part.lane_col, ends.left, ends.right)

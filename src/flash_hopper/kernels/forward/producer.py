@@ -6,14 +6,16 @@ V stages keep rolling over tile boundaries, so the next tile's first loads run d
 
 from typing import Any
 
-from flash_hopper.device.dsl import cute, cutlass
+from flash_hopper.device.dsl import Int32, const_expr, cute, cutlass
 from flash_hopper.device.pipelines import consumer_state, load, partition, producer_state
 from flash_hopper.device.sequences import make_batch
-from flash_hopper.geometry.blocks import key_blocks
+from flash_hopper.geometry.blocks import Blocks, key_blocks, warpgroup_blocks
 from flash_hopper.kernels.forward.args import ForwardArgs, ForwardAtoms, Pipelines, SharedTensors
 from flash_hopper.kernels.forward.storage import WG_ROWS
 from flash_hopper.plan.forward import ForwardPlan
-from flash_hopper.plan.roles import TILE_SLOTS
+from flash_hopper.plan.roles import TILE_SLOTS, WARP, WARPGROUP
+
+WG_WARPS = WARPGROUP // WARP
 
 
 class Producer:
@@ -70,22 +72,54 @@ class Producer:
             tile.block * plan.tile_m, plan.tile_m, batch.lengths(tile, args.mQ, args.mK), plan.tile_n,
             args.mask(plan.mask),
         )  # fmt: skip
+        own = self.lane_blocks(args, tile, blocks)
         head_k = tile.head // args.work.group
         mK, mV = batch.keys(args.mK, tile, head_k), batch.keys(args.mV, tile, head_k)
         k_src, k_dst = partition(atoms.tma_k, cute.local_tile(mK, (plan.tile_n, plan.tile_hdim), (None, 0)), shared.sK)
         v_src, v_dst = partition(atoms.tma_v, cute.local_tile(mV, (plan.tile_n, plan.tile_hdimv), (None, 0)), shared.sV)
         pipes.k.producer_acquire(k_state)
         load(atoms.tma_k, k_src[None, blocks.end - 1], k_dst[None, k_state.index], pipes.k, k_state)
+        self.free_unseen(pipes.k, k_state, own, blocks.end - 1)
         k_state.advance()
         for i in cutlass.range(blocks.end - 1 - blocks.start, unroll=1):
             n_block = blocks.end - 2 - i
             pipes.k.producer_acquire(k_state)
             load(atoms.tma_k, k_src[None, n_block], k_dst[None, k_state.index], pipes.k, k_state)
+            self.free_unseen(pipes.k, k_state, own, n_block)
             k_state.advance()
             pipes.v.producer_acquire(v_state)
             load(atoms.tma_v, v_src[None, n_block + 1], v_dst[None, v_state.index], pipes.v, v_state)
+            self.free_unseen(pipes.v, v_state, own, n_block + 1)
             v_state.advance()
         pipes.v.producer_acquire(v_state)
         load(atoms.tma_v, v_src[None, blocks.start], v_dst[None, v_state.index], pipes.v, v_state)
+        self.free_unseen(pipes.v, v_state, own, blocks.start)
         v_state.advance()
         return k_state, v_state
+
+    def lane_blocks(self, args: ForwardArgs, tile: Any, whole: Blocks) -> Blocks:
+        """What the warpgroup of the consumer warp with this lane's number sees; the whole tile's in lanes beyond."""
+        plan = self.plan
+        if not plan.frees_unseen:
+            return whole
+        lane = cute.arch.lane_idx()
+        own = warpgroup_blocks(
+            tile.block * plan.tile_m, lane // WG_WARPS, self.batch.lengths(tile, args.mQ, args.mK), plan.tile_n,
+            args.mask(plan.mask),
+        )  # fmt: skip
+        is_warp = lane < WG_WARPS * plan.consumer_warpgroups
+        start, end = (
+            cutlass.select_(is_warp, Int32(a), Int32(b)) for a, b in ((own.start, whole.start), (own.end, whole.end))
+        )
+        return Blocks(start, own.inner_start, own.inner_end, end)
+
+    @cute.jit
+    def free_unseen(self, pipe: Any, state: Any, own: Blocks, n_block: Int32) -> None:
+        """Arrive, in place of the consumer warps that do not see this block, on the barrier that frees its stage.
+
+        They jump over the stage without looking at it. Right after `producer_acquire` the barrier counts for this filling,
+        complete or not; the warpgroups that see the block arrive later.
+        """
+        if const_expr(self.plan.frees_unseen):
+            if n_block < own.start or n_block >= own.end:
+                cute.arch.mbarrier_arrive(pipe.sync_object_empty.get_barrier(state.index))
