@@ -21,6 +21,7 @@ WORKERS := $(shell n=$$(nproc 2>/dev/null || echo 2); [ $$n -gt 8 ] && echo 8 ||
 demo: $(STAMP)
 	$(BIN)/flash-hopper demo $(ARGS)
 
+# One process has the GPU to itself: tests marked `alone` measure time (docs/rooms.md)
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) tests/cpu tests/compile $(ARGS)
 ifeq ($(HAS_GPU),yes)

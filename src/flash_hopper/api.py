@@ -227,9 +227,9 @@ def flash_attn_backward_func(
     out and lse are about, as in ring attention, the results are this part's contributions: dk and dv of the part, and a
     summand of dq.
 
-    grad_out: (dq, dk, dv), float32 tensors in the shapes of q, k and v with last stride 1, to which the gradients are added
-    in float32 (a GPU's additions take numbers below 2^-126 for 0), and which are returned; None in place of one: it is not
-    returned. Without grad_out fresh tensors in the dtype of q.
+    grad_out: (dq, dk, dv), float32 tensors in the shapes of q, k and v with last stride 1 that share no memory, to which the
+    gradients are added in float32, and which are returned; None in place of one: it is not returned. Only one call at a time
+    may add to a tensor. Without grad_out fresh tensors in the dtype of q.
 
     Returns (dq, dk, dv), no part of a graph whatever requires grad. Raises as the forward; ArgumentError, DTypeError or
     DeviceError for tensors that do not fit; UnsupportedError with grad_out where torch must see an operator

@@ -11,7 +11,7 @@ from flash_hopper.reference import naive
 from flash_hopper.testing import compare, gradients, ragged_targets
 from flash_hopper.testing.cases import Case
 from flash_hopper.testing.inputs import make_inputs
-from flash_hopper.testing.pieces import Lengths
+from flash_hopper.testing.pieces import FULL, Batch, Lengths
 
 BOUNDS = (None, 0, 1, 3, 9)
 MASKS = [Mask(*mask) for mask in itertools.product(BOUNDS, BOUNDS, (0, 1, 3, 20))]
@@ -82,3 +82,20 @@ def test_targets_of_a_ragged_call_are_the_oracles_and_zero_elsewhere(sizes, side
         for target, is_used in ((found["out"], out[..., 0] != 0), (found["dq"], wanted[0][..., 0] != 0)):
             unused = ~is_used.any(dim=-1)
             assert (target.allowed[unused] < 1e-4).all()
+
+
+@pytest.mark.parametrize("far", [0, 1, 2], ids=["batch", "rows", "heads"])
+def test_matrices_are_compact_whatever_the_strides_of_the_tensors_also_with_a_single_row(far):
+    """Tensors without data, whose entries along one dimension lie 2^31 elements and more apart."""
+    for rows, keys, heads in itertools.product((1, 3), (1, 5), (1, 2)):
+        q, k, v = (torch.empty_strided((2, n, heads, 8), far_strides(far), device="meta") for n in (rows, keys, keys))
+        batch = Batch(q, k, v, SCALE, FULL)
+        for piece in batch.pieces(1):
+            for matrix in batch.cut(piece)[:3]:
+                assert matrix.stride() == torch.empty(matrix.shape).stride()
+
+
+def far_strides(far):
+    strides = [1000, 100, 10, 1]
+    strides[far] = 2**31 + 8
+    return strides

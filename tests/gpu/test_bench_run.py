@@ -20,6 +20,7 @@ def queue():
     return GpuQueue()
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("d", [64, 128, 256])
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_every_protocol_times_ours_alone_and_in_order(direction, d, queue):
@@ -46,6 +47,7 @@ def test_fa3_is_right_in_both_directions_where_it_is_installed(d, causal, heads_
             pytest.skip(f"fa3 is absent: {absent}")
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize(
     "ragged",

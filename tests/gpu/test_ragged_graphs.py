@@ -3,7 +3,7 @@
 import pytest
 import torch
 from backward_calls import assert_same
-from ragged_steps import attention, step
+from ragged_steps import attention, hints_of, step
 
 from flash_hopper.testing.cases import case_of
 from flash_hopper.testing.inputs import make_inputs
@@ -82,6 +82,7 @@ class Static:
                 largest = max(given, key=lambda x, rows=rows: x.shape[rows])
                 self.static[name] = torch.empty_like(largest, memory_format=torch.contiguous_format)
         self.lengths = {name: x.clone() for name, x in self.inputs[0].lengths.items()}
+        self.hints = hints_of(self.case, device)
         self.tensors = tuple(self.static[name].detach() for name in "qkv")
         if self.case.is_backward:
             self.tensors = tuple(x.requires_grad_() for x in self.tensors)
@@ -102,8 +103,10 @@ class Static:
 
     def run(self):
         if not self.case.is_backward:
-            return attention(self.case, self.tensors, self.lengths)
-        return step(self.case, self.tensors, self.lengths, self.static["dout"], self.static.get("dlse"))
+            return attention(self.case, self.tensors, self.lengths, self.hints)
+        return step(
+            self.case, self.tensors, self.lengths, self.static["dout"], self.static.get("dlse"), hints=self.hints
+        )
 
     def capture(self, device):
         """A graph of the call and its results; warmed up on a side stream, as PyTorch asks for."""

@@ -1,11 +1,10 @@
 """What a warm ragged call costs the host: no wait for the device, no new kernel, little more time than a dense call."""
 
 import random
-from dataclasses import replace
 
 import pytest
 import torch
-from ragged_steps import of_case
+from ragged_steps import hints_of, of_case
 
 import flash_hopper
 from flash_hopper.compile import build, store
@@ -34,19 +33,16 @@ def test_a_warm_call_never_waits_for_the_device(case, backward, device):
     of_case(case, inputs)
     torch.cuda.synchronize(device)
     before = torch.cuda.get_sync_debug_mode()
-    # a hint on the device is made of a number here, which is a copy of the test's own, not of the call
-    hint = {
-        f"max_seqlen_{side}": torch.tensor(case.hinted(side), device=device) for side in ("q", "k")
-    } if case.hint == "device" else {}  # fmt: skip
-    case = replace(case, hint="none") if hint else case
-    of_case(case, inputs, **hint)
+    hints = hints_of(case, device)
+    of_case(case, inputs, hints=hints)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        of_case(case, inputs, **hint)
+        of_case(case, inputs, hints=hints)
     finally:
         torch.cuda.set_sync_debug_mode(before)
 
 
+@pytest.mark.alone
 def test_a_warm_call_runs_ahead_of_a_busy_device(device):
     """Whatever waits without torch's knowledge: the call returns while the device still sleeps."""
     case = CASES[1]
@@ -61,6 +57,7 @@ def test_a_warm_call_runs_ahead_of_a_busy_device(device):
     torch.cuda.synchronize(device)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_ragged_call_costs_the_host_at_most_half_as_much_again_as_a_dense_one(causal, device):
     q, k, v = (torch.randn(2, 512, 16, 128, dtype=torch.bfloat16, device=device) for _ in range(3))

@@ -9,8 +9,13 @@ from flash_hopper.testing.inputs import Inputs
 from flash_hopper.testing.run import max_seqlen
 
 
-def attention(case: Case, tensors, lengths: dict[str, Tensor], **options):
-    """(out, lse) of q, k and v with the mask and the hints of a case; `lengths` by the names of the arguments."""
+def hints_of(case: Case, device: torch.device) -> dict:
+    """max_seqlen_q and max_seqlen_k as a case gives them. One on the device is copied there: not to be done in a capture."""
+    return {f"max_seqlen_{side}": max_seqlen(case, side, device) for side in ("q", "k")}
+
+
+def attention(case: Case, tensors, lengths: dict[str, Tensor], hints: dict | None = None, **options):
+    """(out, lse) of q, k and v with the mask of a case; `lengths` by the names of the arguments, `hints` made now if None."""
     q, k, v = tensors
     given = {
         "softmax_scale": case.scale, "causal": case.causal, "window_size": (case.left, case.right),
@@ -18,7 +23,7 @@ def attention(case: Case, tensors, lengths: dict[str, Tensor], **options):
     }  # fmt: skip
     if not case.is_ragged:
         return flash_hopper.flash_attn_func(q, k, v, **given)
-    hints = {f"max_seqlen_{side}": max_seqlen(case, side, q.device) for side in ("q", "k")}
+    hints = hints_of(case, q.device) if hints is None else hints
     absent = {"cu_seqlens_q": None, "cu_seqlens_k": None}
     return flash_hopper.flash_attn_varlen_func(q, k, v, **(absent | lengths | hints | given))
 

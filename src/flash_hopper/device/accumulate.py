@@ -1,15 +1,14 @@
 """Adding an accumulator in registers to float32 values in global memory, for gradients that a caller sums up.
 
-One mechanism for every kernel that finishes a gradient. Each element gets one addition a call, so the bits repeat although
-the additions are the memory's own: they need no register for the old value, and nobody waits for them. They take numbers
-below the smallest normal one for 0.
+One mechanism for every kernel that finishes a gradient. Each element belongs to one thread of one launch, which loads, adds
+and stores it: the bits repeat, and subnormal numbers count, which the memory's own additions take for 0.
 """
 
 from typing import Any
 
 from flash_hopper.device.dsl import Float32, Int32, cute, cutlass, make_fake_tensor
 from flash_hopper.device.layouts import acc_as_rows
-from flash_hopper.device.ptx import reduce_add_f32
+from flash_hopper.device.ptx import add_products_f32
 
 
 @cute.jit
@@ -28,9 +27,8 @@ def add_to_rows(
         cols = cutlass.select_(row < rows, m.shape[1] - first_col, 0)
         g = cute.domain_offset((first_col + thread % 4 * 2,), m[row, None])
         address = g.iterator.toint()
-        for i in cutlass.range_constexpr(cute.size(values, mode=[1])):
-            col = 8 * (i // 2) + i % 2  # of this thread's first one
-            reduce_add_f32(address, 4 * col, factor * values[r, i], col - i % 2, cols)
+        for i in cutlass.range_constexpr(0, cute.size(values, mode=[1]), 2):
+            add_products_f32(address, 4 * i, cols, factor, (values[r, i], values[r, i + 1]))
 
 
 def summed_tensor(batch: Any, rows: Any, heads: Any, cols: Any) -> Any:

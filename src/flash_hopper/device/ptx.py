@@ -78,18 +78,27 @@ def bulk_reduce_add_f32(dst: Any, src: Any, size_bytes: int, *, loc: Any = None,
 
 
 @dsl_user_op
-def reduce_add_f32(
-    address: Any, offset_bytes: int, value: Float32, column: int, columns: Int32, *, loc: Any = None, ip: Any = None
-) -> None:
-    """red.global.add.f32: add to the float32 at `address` (64 bit) + offset_bytes, if column < columns; 4-byte aligned.
+def add_products_f32(
+    address: Any, column: int, columns: Int32, factor: Float32, values: tuple[Float32, Float32], *, loc: Any = None,
+    ip: Any = None,
+) -> None:  # fmt: skip
+    """ld.global.f32, fma.rn.f32, st.global.f32: m[column] and m[column + 1] += factor * values, if column < columns.
 
-    Predicated here, because a branch around each would compute its address again.
+    address: of the float32 m[0], 64 bit, 4-byte aligned; column and columns: multiples of 8. Subnormal numbers count.
     """
+    # s0 and s1 are set before the loads because ptxas takes a register that is only loaded on a condition for one whose value
+    # comes from outside, alive around every loop. The stores have a condition of their own, which means the same: predicates
+    # that live until the loads are back are too few, and made 16 loads wait for memory in two turns.
+    places = [f"[$0+{4 * (column + i)}]" for i in range(2)]
+    load = "".join(f"mov.f32 s{i}, 0f00000000; @p ld.global.f32 s{i}, {place}; " for i, place in enumerate(places))
+    store = "".join(
+        f"fma.rn.f32 s{i}, $2, ${3 + i}, s{i}; @q st.global.f32 {place}, s{i}; " for i, place in enumerate(places)
+    )
     llvm.inline_asm(
         None,
-        [x.ir_value(loc=loc, ip=ip) for x in (address, Float32(value), Int32(columns))],
-        f"{{ .reg .pred p; setp.gt.s32 p, $2, {column}; @p red.relaxed.gpu.global.add.f32 [$0+{offset_bytes}], $1; }}",
-        "l,f,r",
+        [x.ir_value(loc=loc, ip=ip) for x in (address, Int32(columns), Float32(factor), *map(Float32, values))],
+        f"{{ .reg .pred p, q; .reg .f32 s0, s1; setp.gt.s32 p, $1, {column}; setp.gt.s32 q, $1, {column + 4}; {load}{store}}}",
+        "l,r,f,f,f",
         has_side_effects=True,
         is_align_stack=False,
         asm_dialect=llvm.AsmDialect.AD_ATT,

@@ -16,7 +16,7 @@ from flash_hopper.geometry.arith import round_up
 from flash_hopper.geometry.masks import kernel_bounds
 from flash_hopper.geometry.tiles import heads_per_section, rows_per_section
 from flash_hopper.launch.device import device_facts, tile_counter
-from flash_hopper.launch.ragged import TableWriter, as_batch, has_whole_rows, most_tiles, table_writer
+from flash_hopper.launch.ragged import TableWriter, addressable_batch, as_batch, most_tiles, table_writer
 from flash_hopper.launch.sequences import Sequences
 from flash_hopper.launch.tensors import addressable
 from flash_hopper.plan.backward import STATISTICS_ROWS, BackwardPlans, BackwardRequest, plan_backward
@@ -104,7 +104,8 @@ class PreparedBackward:
     def _launch(self, given: "Operands", gradients: Gradients, table: torch.Tensor | None) -> None:
         """All kernels in order. Tensors have four dimensions; packed sequences are a batch of one."""
         dq, dk, dv = gradients
-        q, k, v, out, dout = (self._addressable(t) for t in (given.q, given.k, given.v, given.out, given.dout))
+        passed = addressable if self.problem.ragged is None else addressable_batch
+        q, k, v, out, dout = map(passed, (given.q, given.k, given.v, given.out, given.dout))
         statistics, accumulator = self._workspace(q)
         p = self.problem
         assert self.preprocess is not None, "something is to be computed"
@@ -198,13 +199,6 @@ class PreparedBackward:
     def _counter(self) -> torch.Tensor | None:
         is_dynamic = self.mask.kind != "full" and self.problem.ragged is None
         return tile_counter(self.device_index) if is_dynamic else None
-
-    def _addressable(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same values in a form that the kernels' views can address."""
-        tensor = addressable(tensor)
-        if self.problem.ragged is not None and not has_whole_rows(tensor):
-            return tensor.clone(memory_format=torch.contiguous_format)
-        return tensor
 
 
 class Operands(NamedTuple):

@@ -15,7 +15,15 @@ from flash_hopper.geometry.masks import kernel_bounds
 from flash_hopper.geometry.tiles import heads_per_section, rows_per_section
 from flash_hopper.kernels.forward.support import DTYPES, SUPPORTED
 from flash_hopper.launch.device import device_facts, tile_counter
-from flash_hopper.launch.ragged import TableWriter, as_batch, has_whole_rows, most_tiles, table_writer
+from flash_hopper.launch.ragged import (
+    TableWriter,
+    addressable_batch,
+    as_batch,
+    has_whole_rows,
+    most_tiles,
+    table_writer,
+    with_whole_rows,
+)
 from flash_hopper.launch.sequences import Sequences, described_problem
 from flash_hopper.launch.tensors import (
     ALIGN_BYTES,
@@ -97,21 +105,17 @@ class PreparedForward:
         if self.is_regular and addresses % ALIGN_BYTES == 0:
             self._call(q, k, v, out, lse, table)
             return
-        q, k, v = self._addressable(q), self._addressable(k), self._addressable(v)
+        passed = addressable if ragged is None else addressable_batch
+        q, k, v = passed(q), passed(k), passed(v)
         plain = with_plain_unit_strides(out)
+        if ragged is not None:
+            plain = with_whole_rows(plain)
         if is_aligned(out) and (ragged is None or has_whole_rows(plain)):
             self._call(q, k, v, plain, lse, table)
             return
         staged = torch.empty(out.shape, dtype=out.dtype, device=self.device)
-        self._call(q, k, v, with_plain_unit_strides(staged), lse, table)
+        self._call(q, k, v, staged, lse, table)
         out.copy_(staged)
-
-    def _addressable(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same values in a form that the kernel's views can address."""
-        tensor = addressable(tensor)
-        if self.problem.ragged is not None and not has_whole_rows(tensor):
-            return tensor.clone(memory_format=torch.contiguous_format)
-        return tensor
 
     def _call(
         self,

@@ -13,6 +13,7 @@ import torch
 
 from flash_hopper.compile.store import get_kernel
 from flash_hopper.launch.sequences import Sequences
+from flash_hopper.launch.tensors import addressable
 from flash_hopper.plan.schedule import SchedulePlan, table_ints
 from flash_hopper.problem.attention import AttentionProblem
 
@@ -72,4 +73,19 @@ def has_whole_rows(tensor: torch.Tensor) -> bool:
     ragged views want it (`device/sequences.py`)."""
     batch, rows = tensor.shape[:2]
     entry, row = tensor.stride()[:2]
-    return batch == 1 or (row > 0 and entry % row == 0 and (batch - 1) * (entry // row) + rows < MOST_ROWS)
+    rows_per_entry = entry // max(row, 1)
+    return batch == 1 or (rows_per_entry * row == entry and (batch - 1) * rows_per_entry + rows < MOST_ROWS)
+
+
+def with_whole_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """The same elements of a batch; entries of a single row are one row apart, whatever the strides. No copy."""
+    if tensor.shape[1] != 1 or has_whole_rows(tensor):
+        return tensor
+    entry, _, *inner = tensor.stride()
+    return tensor.as_strided(tensor.shape, (entry, entry, *inner))
+
+
+def addressable_batch(tensor: torch.Tensor) -> torch.Tensor:
+    """As `addressable`, for the kernels' ragged views: entries are whole rows apart, too."""
+    tensor = with_whole_rows(addressable(tensor))
+    return tensor if has_whole_rows(tensor) else tensor.clone(memory_format=torch.contiguous_format)

@@ -96,7 +96,7 @@ class Batch:
         """The piece's part of q, k and v, and its table."""
         q = self.q[piece.batch, piece.rows, piece.heads]
         shape = q.shape[0], piece.heads_k.stop - piece.heads_k.start, self.group, q.shape[1]
-        k, v = (x[piece.batch, piece.keys, piece.heads_k].transpose(1, 2).flatten(0, 1) for x in (self.k, self.v))
+        k, v = (_heads_first(x[piece.batch, piece.keys, piece.heads_k]).flatten(0, 1) for x in (self.k, self.v))
         return Matrices(stacked(q, shape), k, v, self._hidden(piece, shape), shape)
 
     def _hidden(self, piece: Piece, shape: tuple[int, int, int, int]) -> Tensor | None:
@@ -135,9 +135,15 @@ def _masked(mask: Mask, p: Tensor, keys: Tensor) -> Tensor | None:
 
 
 def stacked(x: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
-    """(batch, rows, heads, dim) as (batch * key heads, query heads of each * rows, dim)."""
+    """(batch, rows, heads, dim) as (batch * key heads, query heads of each * rows, dim), contiguous."""
     batch, heads_k, group, rows = shape
-    return x.transpose(1, 2).reshape(batch * heads_k, group * rows, x.shape[3])
+    return _heads_first(x).view(batch * heads_k, group * rows, x.shape[3])
+
+
+def _heads_first(x: Tensor) -> Tensor:
+    """A copy (batch, heads, rows, dim) of (batch, rows, heads, dim), contiguous: cuBLAS takes no row stride from 2^31 on, not
+    even of a single row."""
+    return x.transpose(1, 2).clone(memory_format=torch.contiguous_format)
 
 
 def by_head(x: Tensor, shape: tuple[int, int, int, int]) -> Tensor:

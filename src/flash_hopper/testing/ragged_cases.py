@@ -70,7 +70,7 @@ def ragged_case(
 def ragged() -> list[Case]:
     """The whole grid, dense windows and chunks first."""
     groups = (
-        _batches, _empties, _sides, _long, _values, _layouts, _gradients, _scales, _hints, _without_lse, _nothing, _mixtures,
+        _batches, _empties, _sides, _long, _values, _layouts, _single_rows, _gradients, _scales, _hints, _without_lse, _nothing, _mixtures,
     )  # fmt: skip
     cases = windows() + [case for group in groups for case in group() if is_served(case)]
     cases = [replace(c, give_out=False) if i % 5 == 4 and not c.is_backward else c for i, c in enumerate(cases)]
@@ -175,6 +175,20 @@ def _layouts() -> Iterator[Case]:
     one = ragged_case(128, (60, 90), batch=1, heads=(1, 1), layout="size1", strided="qkvo")
     yield one
     yield as_backward(one, strided="qkv")
+
+
+def _single_rows() -> Iterator[Case]:
+    """Padded entries of one row, on either side or on both, where the stride of rows is anything."""
+    sides: tuple[dict[str, Any], ...] = ({"used": "qk"}, {"packed": "k", "used": "q"}, {"packed": "q", "used": "k"})
+    shapes = ((sides[0], (1, 1)), (sides[0], (1, 150)), (sides[0], (90, 1)), (sides[1], (1, 150)), (sides[2], (90, 1)))
+    plain = [layout for layout in LAYOUTS if layout not in ("packed", "expand_batch")]
+    for i, (layout, (side, lengths)) in enumerate(itertools.product(plain, shapes)):
+        case = ragged_case(
+            (64, 128)[i % 2], lengths, KINDS[i % 4], i, batch=(40, 3)[i // 2 % 2], heads=HEADS[i % 4], layout=layout,
+            strided="qkvo", **side,
+        )  # fmt: skip
+        yield case
+        yield as_backward(case, strided="qkv", dout=layout if layout in DOUTS else "bshd", deterministic=i % 2 == 0)
 
 
 def _gradients() -> Iterator[Case]:
