@@ -305,16 +305,16 @@ def test_tiles_of_keys_are_handed_out_once_from_the_longest_causal_tile_to_the_s
 
 @given(
     key_bytes=st.integers(0, 1 << 40),
-    is_causal=st.booleans(),
+    is_uneven=st.booleans(),
     heads_k=st.integers(1, 64),
     group=st.integers(1, 16),
     batch=st.integers(1, 1000),
 )
-def test_a_section_fits_l2_or_has_the_least_number_of_pairs(key_bytes, is_causal, heads_k, group, batch):
+def test_a_section_fits_l2_or_has_the_least_number_of_pairs(key_bytes, is_uneven, heads_k, group, batch):
     heads = heads_k * group
-    section = heads_per_section(key_bytes, is_causal, heads, batch, group)
+    section = heads_per_section(key_bytes, is_uneven, heads, batch, group)
     assert 1 <= section <= heads * batch
-    if not is_causal:
+    if not is_uneven:
         assert section == 1
     elif section > SECTION_PAIRS:
         assert section * key_bytes <= SECTION_BYTES * group

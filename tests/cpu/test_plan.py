@@ -7,6 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flash_hopper.geometry.blocks import key_blocks, warpgroup_blocks
+from flash_hopper.geometry.masks import UNBOUNDED, Lengths, MaskBounds
 from flash_hopper.plan.budget import (
     SMEM_BARRIER_BYTES,
     SMEM_LIMIT_BYTES,
@@ -231,7 +233,27 @@ def test_deep_tiles_have_more_stages_of_keys_than_others_and_two_of_queries(plan
         usual = choose_buffers(Tile(plan.tile_m, plan.tile_n), plan.tile_hdim, plan.tile_hdimv, plan.dtype.itemsize)
         assert plan.kv_stages > usual.kv_stages, plan
     for row in ROWS:
-        assert all(tile is None or not tile.is_deep for tile in (row.tile, row.short)), row
+        assert row.window is None or row.window.kv_stages > row.tile.kv_stages, row
+
+
+def test_who_looks_ahead_never_jumps_over_a_round_of_stages(plans):
+    """Brute force over rows: from the last block that a warpgroup computes of one tile to its first of any other."""
+    assert {"full", "causal", "local"} <= {plan.mask for plan in plans if plan.looks_ahead}
+    for plan in {(p.tile_m, p.tile_n, p.mask): p for p in plans if p.frees_unseen}.values():
+        assert plan.q_stages > 1 and plan.mask in ("causal", "local")
+        jumps = []
+        for left, right in (UNBOUNDED, 0), (0, 0), (100, 0), (5, 7), (1000, 300):
+            bounds = MaskBounds(plan.mask, left, right)
+            for seqlen_q, seqlen_k in (2000, 2000), (700, 1900), (1900, 700), (130, 60), (65, 1000):
+                lengths = Lengths(seqlen_q, seqlen_k)
+                for wg in range(plan.consumer_warpgroups):
+                    ends = []
+                    for row in range(0, seqlen_q, plan.tile_m):
+                        own = warpgroup_blocks(row, wg, lengths, plan.tile_n, bounds)
+                        whole = key_blocks(row, plan.tile_m, lengths, plan.tile_n, bounds)
+                        ends.append((own.start - whole.start, whole.end - own.end))
+                    jumps.append(max(x for x, _ in ends) + max(y for _, y in ends))
+        assert max(jumps) < plan.kv_stages, plan
 
 
 def test_chunks_have_the_registers_that_their_bounds_need(plans):

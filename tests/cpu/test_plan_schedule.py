@@ -56,14 +56,14 @@ def test_no_layout_of_the_rows_has_more_tiles_than_a_grid_is_made_for(used, unus
     row_bytes=st.integers(1, 2048),
     heads_k=st.integers(1, 16),
     group=st.integers(1, 16),
-    is_causal=st.booleans(),
+    is_uneven=st.booleans(),
 )
 def test_heads_of_a_sequence_run_side_by_side_as_in_a_dense_batch_of_one_such_sequence(
-    length, row_bytes, heads_k, group, is_causal
+    length, row_bytes, heads_k, group, is_uneven
 ):
     heads = heads_k * group
-    found = sequence_section(rows_per_section(row_bytes, is_causal), length, heads, group)
-    assert found == heads_per_section(max(length, 1) * row_bytes, is_causal, heads, 1, group)
+    found = sequence_section(rows_per_section(row_bytes, is_uneven), length, heads, group)
+    assert found == heads_per_section(max(length, 1) * row_bytes, is_uneven, heads, 1, group)
     assert 1 <= found <= heads
     if found > SECTION_PAIRS:
         assert found * length * row_bytes <= SECTION_BYTES * group

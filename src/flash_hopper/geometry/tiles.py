@@ -41,24 +41,26 @@ def tile_coord(
     return TileCoord(blocks - 1 - rank if is_descending else rank, pair - batch_idx * heads, batch_idx)
 
 
-def heads_per_section(key_bytes: int, is_causal: bool, heads: int, batch: int, qhead_per_kvhead: int) -> int:
-    """How many (batch, head) pairs share a section. `key_bytes`: K and V of one key head of one batch entry.
+def heads_per_section(key_bytes: int, is_uneven: bool, heads: int, batch: int, qhead_per_kvhead: int) -> int:
+    """How many (batch, head) pairs share a section. `key_bytes`: K and V of one key head of one batch entry, or what a window
+    sees of them.
 
-    Full attention runs head by head: interleaving heads cost 1-4 % (H200, 2026-11). Causal interleaves what fits
-    `SECTION_BYTES`, where the query heads of one key head count once, and at least `SECTION_PAIRS`.
+    Full attention runs head by head: interleaving heads cost 1-4 % (H200, 2026-11). Where tiles are uneven, causal or at the
+    start of a window, what fits `SECTION_BYTES` is interleaved, query heads of one key head counted once, and at least
+    `SECTION_PAIRS`: the last tiles are then the short ones.
     """
-    if not is_causal:
+    if not is_uneven:
         return 1
     pairs = SECTION_BYTES // max(key_bytes, 1) * qhead_per_kvhead
     return max(1, min(heads * batch, max(pairs, SECTION_PAIRS)))
 
 
-def rows_per_section(row_bytes: int, is_causal: bool) -> int:
+def rows_per_section(row_bytes: int, is_uneven: bool) -> int:
     """Of a ragged batch: how many rows of all heads together may share a section; 0 where heads run one after the other.
 
     `row_bytes`: of one row of one head, keys and values.
     """
-    return SECTION_BYTES // max(row_bytes, 1) if is_causal else 0
+    return SECTION_BYTES // max(row_bytes, 1) if is_uneven else 0
 
 
 def sequence_section(rows: Int, length: Int, heads: Int, group: Int) -> Int:
@@ -67,5 +69,5 @@ def sequence_section(rows: Int, length: Int, heads: Int, group: Int) -> Int:
     length: rows of one head; group: heads that share them.
     """
     pairs = maximum(rows // maximum(length, 1) * group, SECTION_PAIRS)
-    causal = minimum(rows, 1)
-    return clamp(causal * pairs, 1, heads)
+    is_uneven = minimum(rows, 1)
+    return clamp(is_uneven * pairs, 1, heads)

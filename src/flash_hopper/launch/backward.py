@@ -191,10 +191,11 @@ class PreparedBackward:
             visited = 1 if plan.adds_dkdv else group  # query heads of a tile
             heads, group, length, rows = p.heads if plan.adds_dkdv else p.heads_k, 1, p.seqlen_q, p.rows_k
             row_bytes *= visited
-        is_causal = self.mask.kind == "causal"
+        is_uneven = self.mask.kind in ("causal", "local")
         if p.ragged is None:
-            return self.ctas, heads_per_section(length * row_bytes, is_causal, heads, p.batch, group)
-        return min(self.ctas, most_tiles(rows, p.batch, tile_rows) * heads), rows_per_section(row_bytes, is_causal)
+            reach = self.mask.reach(length)
+            return self.ctas, heads_per_section(reach * row_bytes, is_uneven, heads, p.batch, group)
+        return min(self.ctas, most_tiles(rows, p.batch, tile_rows) * heads), rows_per_section(row_bytes, is_uneven)
 
     def _counter(self) -> torch.Tensor | None:
         is_dynamic = self.mask.kind != "full" and self.problem.ragged is None

@@ -172,12 +172,13 @@ def prepare(
 def _grid(p: AttentionProblem, plan: ForwardPlan, sm_count: int) -> tuple[int, int]:
     """How many CTAs may run, and how many heads (of a ragged batch: rows) run side by side."""
     ctas = max(1, sm_count - p.sm_margin)
-    is_causal = plan.mask == "causal"
+    is_uneven = plan.mask in ("causal", "local")
+    reach = p.mask.reach(p.seqlen_k)
     row_bytes = (p.head_dim + p.head_dim_v) * p.dtype.itemsize
     if p.ragged is None:
-        return ctas, heads_per_section(p.seqlen_k * row_bytes, is_causal, p.heads, p.batch, p.qhead_per_kvhead)
+        return ctas, heads_per_section(reach * row_bytes, is_uneven, p.heads, p.batch, p.qhead_per_kvhead)
     tiles = most_tiles(p.ragged.rows_q, p.batch, plan.tile_m) * p.heads
-    return min(ctas, tiles), rows_per_section(row_bytes, is_causal)
+    return min(ctas, tiles), rows_per_section(row_bytes, is_uneven)
 
 
 def _is_regular(tensor: torch.Tensor, is_ragged: bool) -> bool:

@@ -3,6 +3,7 @@
 Whatever is rejected is rejected with the arithmetic. Sizes in bytes unless said.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from flash_hopper.plan.tables.forward import Tile
@@ -37,14 +38,20 @@ def forward_smem_bytes(
 # (stages of Q, stages of K and V, O in Q's buffer), the best first. Usually a second stage of Q comes first, as it hides the
 # tile's start, then a buffer for O.
 USUAL = ((2, 2, False), (1, 2, False), (1, 2, True))
-DEEP = ((2, 4, True), (2, 3, True), *USUAL)
+
+
+def _layouts(tile: Tile) -> Iterator[tuple[int, int, bool]]:
+    """What to try for a tile: the stages of K and V that it asks for, or fewer, before what is usual."""
+    for kv_stages in range(tile.kv_stages, 2, -1):
+        yield from ((2, kv_stages, False), (2, kv_stages, True))
+    yield from USUAL
 
 
 def choose_buffers(tile: Tile, hdim: int, hdimv: int, itemsize: int) -> Buffers:
     """The best layout that fits."""
     room = SMEM_LIMIT_BYTES - SMEM_RESERVED_BYTES - SMEM_BARRIER_BYTES
     wanted = []
-    for q_stages, kv_stages, o_aliases_q in DEEP if tile.is_deep else USUAL:
+    for q_stages, kv_stages, o_aliases_q in _layouts(tile):
         size = forward_smem_bytes(tile, hdim, hdimv, itemsize, q_stages, kv_stages, o_aliases_q)
         if size <= room:
             return Buffers(q_stages, kv_stages, o_aliases_q, size)

@@ -54,22 +54,24 @@ class ForwardPlan:
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether a tile's first scores are issued before the tile before is finished: with a second stage of Q, if nobody
-        has to wait on the way for a block that he skips."""
-        return self.q_stages > 1 and (self.mask == "full" or self.frees_unseen)
+        """Whether a tile's first scores are issued before the tile before is finished.
+
+        That takes a second stage of Q. And a warpgroup must be able to jump over blocks that it does not see, which the
+        producer frees in its place: over fewer than there are stages, as a whole round of stages that went by unseen would be
+        mistaken for the next one. Ranges of a tile's warpgroups start and end 64 rows apart; of chunks, any number of blocks.
+        The tiles of a ragged batch are not found early enough (docs/findings/ragged.md).
+        """
+        if self.q_stages == 1 or self.is_ragged or self.mask == "chunk":
+            return False
+        steps = [ceil_div(64 * i, self.tile_n) for i in range(self.consumer_warpgroups)]
+        in_front = steps if self.mask == "local" else [0] * len(steps)
+        most = max(map(sum, zip(reversed(steps), in_front, strict=True)))
+        return self.mask == "full" or most < self.kv_stages
 
     @property
     def frees_unseen(self) -> bool:
-        """Whether the producer frees the stages of blocks that a warpgroup does not see, and the warpgroup jumps over them.
-
-        It may jump over fewer blocks than there are stages: a whole round of stages that went by unseen would be mistaken for
-        the next one. Ranges of neighbouring warpgroups start and end 64 rows apart, of chunks any number of blocks.
-        """
-        if self.q_stages == 1 or self.mask in ("full", "chunk"):
-            return False
-        steps = [ceil_div(64 * i, self.tile_n) for i in range(self.consumer_warpgroups)]
-        behind = steps if self.mask == "local" else [0] * len(steps)
-        return max(map(sum, zip(reversed(steps), behind, strict=True))) < self.kv_stages
+        """Whether the producer frees the stages of blocks that a warpgroup does not see, and the warpgroup jumps over them."""
+        return self.looks_ahead and self.mask != "full"
 
     @property
     def name(self) -> str:

@@ -36,6 +36,11 @@ class Mask:
         right = None if self.right is not None and self.right >= queries - 1 else self.right
         return Mask(left, right, chunk)
 
+    def reach(self, length: int) -> int:
+        """At most so many of `length` keys are visible to one query, and of `length` queries to one key."""
+        bounded = length if self.left is None or self.right is None else min(length, self.left + self.right + 1)
+        return min(bounded, self.chunk) if self.chunk else bounded
+
     def visible_range(self, row: int, seqlen_q: int, seqlen_k: int) -> range:
         """The keys that query `row` sees."""
         p = row + seqlen_k - seqlen_q
