@@ -8,11 +8,10 @@ from itertools import product
 from typing import NamedTuple
 
 import pytest
-from launch_recorder import Recorder, gpu_tensor
+from launch_recorder import Recorder, gpu_tensor, ragged_args
 
 from flash_hopper.compile.presets import forward_plans
 from flash_hopper.device.sequences import LAST
-from flash_hopper.plan.schedule import table_ints
 from flash_hopper.problem.dtypes import DType
 
 BF16 = (DType.BF16,)
@@ -58,6 +57,11 @@ class Layout(NamedTuple):
     strides: tuple[int, int, int]
     address: int = START
 
+    @property
+    def entry(self) -> int:
+        """Elements from one entry to the next, 0 if there is one for all sequences."""
+        return self.strides[0] if self.batch > 1 else 0
+
 
 def layouts(cols: int) -> list[Layout]:
     """Packed, padded, a slice of fused q, k, v, heads outermost, overlapping entries, and strides beyond 32 bits."""
@@ -84,18 +88,21 @@ def descriptors(plan, q: Layout, k: Layout, recorder, kernels) -> dict[str, Desc
     cols = {"q": plan.tile_hdim, "k": plan.tile_hdim, "v": plan.tile_hdimv, "out": plan.tile_hdimv}
     given = {name: (q if name in ("q", "out") else k) for name in NAMES}
     dtype = str(plan.dtype)
-    tensors = [
-        gpu_tensor((at.batch, at.rows, at.heads, cols[name]), dtype, (*at.strides, 1), at.address)
-        for name, at in given.items()
-    ]
-    call = [
-        *tensors,
-        gpu_tensor((q.batch, q.heads, q.rows), "fp32"),
-        None if plan.is_ragged else gpu_tensor((1,), "int32"),
-        gpu_tensor((table_ints(q.batch),), "int32") if plan.is_ragged else None,
-        *(None, None, None, 0.125, 100, 0),
-    ]
-    found = recorder.descriptors(plan.name, kernels.parameters(plan), call)
+    lse_entry, lse_shape = q.heads * q.rows, (q.batch, q.heads, q.rows)
+    tensors, ragged = {}, None
+    for name, at in given.items():
+        shape, strides = (at.batch, at.rows, at.heads, cols[name]), (*at.strides, 1)
+        if plan.is_ragged:  # the first entry
+            shape, strides = shape[1:], strides[1:]
+        tensors[name] = gpu_tensor(shape, dtype, strides, at.address)
+    if plan.is_ragged:
+        lse_shape = lse_shape[1:]
+        entries = tuple(at.entry for at in given.values())
+        lengths = (0, 0, 0, 0, q.rows, k.rows, 1, 1)
+        ragged = ragged_args((*entries, lse_entry if q.batch > 1 else 0), max(q.batch, k.batch), lengths)
+    counter = None if plan.is_ragged else gpu_tensor((1,), "int32")
+    call = [*tensors.values(), gpu_tensor(lse_shape, "fp32"), counter, ragged, None, None, None, 0.125, 100, 0]
+    found = recorder.descriptors(plan.name, "ForwardKernel", kernels.parameters(plan), call)
     return dict(zip(NAMES, map(decoded, found), strict=True))
 
 
