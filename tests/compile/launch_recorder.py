@@ -24,7 +24,8 @@ enum { CLUSTER = 4, PROGRAMMATIC = 6, MAX_DYNAMIC_SMEM = 8, OPTIN_SMEM = 97 };
 enum { KEPT = 8 };
 typedef struct { const char *kernel; dims grid, block, cluster; size_t smem, allowed_smem; void *stream; int pdl; } note;
 struct { int launches; note last[KEPT]; } notes; /* launch i is last[i % KEPT] */
-struct { const char *of; int first, count; unsigned long long words[8][16]; } descriptors; /* parameters of 128 bytes each */
+enum { MOST_PARAMETERS = 64, MOST_BYTES = 128 };
+struct { const char *of; int count; int sizes[MOST_PARAMETERS]; char bytes[MOST_PARAMETERS][MOST_BYTES]; } wanted;
 
 static struct { const void *kernel; size_t smem; } allowed[4096];
 static size_t *allowed_smem(const void *kernel) {
@@ -41,8 +42,8 @@ int cudaLaunchKernelExC(const config *c, const void *kernel, void **arguments) {
     if (c->attributes[i].id == CLUSTER) n->cluster = c->attributes[i].value.cluster;
     if (c->attributes[i].id == PROGRAMMATIC) n->pdl = c->attributes[i].value.flag;
   }
-  if (!descriptors.count || !strstr(kernel, descriptors.of)) return 0;
-  for (int i = 0; i < descriptors.count; i++) memcpy(descriptors.words[i], arguments[descriptors.first + i], 128);
+  if (!wanted.count || !strstr(kernel, wanted.of)) return 0;
+  for (int i = 0; i < wanted.count; i++) memcpy(wanted.bytes[i], arguments[i], wanted.sizes[i]);
   return 0;
 }
 int cudaKernelSetAttributeForDevice(void *kernel, int id, int value, int device) {
@@ -115,13 +116,13 @@ class _Notes(ctypes.Structure):
 
 
 DESCRIPTOR_BYTES = 128
-_MOST_DESCRIPTORS = 8
+_MOST_PARAMETERS = 64
 
 
-class _Descriptors(ctypes.Structure):
+class _Wanted(ctypes.Structure):
     _fields_ = [
-        ("of", ctypes.c_char_p), ("first", ctypes.c_int), ("count", ctypes.c_int),
-        ("words", ctypes.c_uint64 * 16 * _MOST_DESCRIPTORS),
+        ("of", ctypes.c_char_p), ("count", ctypes.c_int), ("sizes", ctypes.c_int * _MOST_PARAMETERS),
+        ("bytes", ctypes.c_char * DESCRIPTOR_BYTES * _MOST_PARAMETERS),
     ]  # fmt: skip
 
 
@@ -154,23 +155,24 @@ class Recorder:
         subprocess.run(command, check=True)
         loaded = ctypes.CDLL(str(library))
         self._notes = _Notes.in_dll(loaded, "notes")
-        self._descriptors = _Descriptors.in_dll(loaded, "descriptors")
+        self._wanted = _Wanted.in_dll(loaded, "wanted")
         self._module = tvm_ffi.load_module(str(library))
 
     def function(self, symbol: str):
         return getattr(self._module, symbol)
 
-    def descriptors(self, symbol: str, kernel: str, parameters: list[int], arguments) -> list[bytes]:
-        """The TMA descriptors that a call hands to the kernel of a class; `parameters`: the bytes of each of the kernel's."""
-        places = [i for i, size in enumerate(parameters) if size == DESCRIPTOR_BYTES]
-        assert places == list(range(places[0], places[0] + len(places))) and len(places) <= _MOST_DESCRIPTORS
-        noted = self._descriptors
-        noted.of, noted.first, noted.count = kernel.encode(), places[0], len(places)
+    def parameters(self, symbol: str, kernel: str, sizes: list[int], arguments) -> list[bytes]:
+        """The parameters that a call hands to the kernel of a class; `sizes`: the bytes of each. One that is a TMA descriptor
+        has `DESCRIPTOR_BYTES`."""
+        assert len(sizes) <= _MOST_PARAMETERS and max(sizes) <= DESCRIPTOR_BYTES
+        wanted = self._wanted
+        wanted.of, wanted.count = kernel.encode(), len(sizes)
+        wanted.sizes[: len(sizes)] = sizes
         try:
             self.function(symbol)(*arguments)
         finally:
-            noted.count = 0
-        return [bytes(noted.words[i]) for i in range(len(places))]
+            wanted.count = 0
+        return [wanted.bytes[i].raw[:size] for i, size in enumerate(sizes)]
 
     @property
     def launches(self) -> int:
