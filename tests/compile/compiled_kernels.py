@@ -31,7 +31,7 @@ class CompiledKernels:
         return _ensure(plan, str(self.folder)).with_suffix(".o")
 
     def parameters(self, plan) -> list[int]:
-        """Bytes of each parameter of the kernel, in order."""
+        """Bytes of each parameter of the plan's kernel, in order, not of the one that writes a table in front of it."""
         return pickle.loads(_ensure(plan, str(self.folder)).with_suffix(".parameters").read_bytes())
 
 
@@ -51,5 +51,6 @@ _PARAMETER = re.compile(r"\.param (?:\.align \d+ )?\.[a-z](\d+) \w+(?:\[(\d+)\])
 
 
 def _parameter_bytes(ptx: str) -> list[int]:
-    (entry,) = re.findall(r"\.entry \w+\((.*?)\)", ptx, re.DOTALL)
+    entries = re.findall(r"\.entry (\w+)\((.*?)\)", ptx, re.DOTALL)
+    (entry,) = (parameters for name, parameters in entries if "ScheduleKernel" not in name)
     return [int(bits) // 8 * int(count or 1) for bits, count in _PARAMETER.findall(entry)]

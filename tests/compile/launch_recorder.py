@@ -21,22 +21,33 @@ typedef struct { int id; int pad; union { char bytes[64]; dims cluster; int flag
 typedef struct { dims grid, block; size_t smem; void *stream; attribute *attributes; unsigned count; } config; /* cudaLaunchConfig_t */
 enum { CLUSTER = 4, PROGRAMMATIC = 6, MAX_DYNAMIC_SMEM = 8, OPTIN_SMEM = 97 };
 
-struct { int launches; dims grid, block, cluster; size_t smem, allowed_smem; void *stream; int pdl; } notes;
-struct { int first, count; unsigned long long words[8][16]; } descriptors; /* kernel parameters of 128 bytes each */
+enum { KEPT = 8 };
+typedef struct { const char *kernel; dims grid, block, cluster; size_t smem, allowed_smem; void *stream; int pdl; } note;
+struct { int launches; note last[KEPT]; } notes; /* launch i is last[i % KEPT] */
+enum { MOST_PARAMETERS = 64, MOST_BYTES = 128 };
+struct { const char *of; int count; int sizes[MOST_PARAMETERS]; char bytes[MOST_PARAMETERS][MOST_BYTES]; } wanted;
+
+static struct { const void *kernel; size_t smem; } allowed[4096];
+static size_t *allowed_smem(const void *kernel) {
+  int i = 0;
+  while (allowed[i].kernel && allowed[i].kernel != kernel) i++;
+  allowed[i].kernel = kernel;
+  return &allowed[i].smem;
+}
 
 int cudaLaunchKernelExC(const config *c, const void *kernel, void **arguments) {
-  notes.launches++;
-  notes.grid = c->grid, notes.block = c->block, notes.smem = c->smem, notes.stream = c->stream;
-  notes.pdl = 0, notes.cluster = (dims){1, 1, 1};
+  note *n = &notes.last[notes.launches++ % KEPT];
+  *n = (note){kernel, c->grid, c->block, {1, 1, 1}, c->smem, *allowed_smem(kernel), c->stream, 0};
   for (unsigned i = 0; i < c->count; i++) {
-    if (c->attributes[i].id == CLUSTER) notes.cluster = c->attributes[i].value.cluster;
-    if (c->attributes[i].id == PROGRAMMATIC) notes.pdl = c->attributes[i].value.flag;
+    if (c->attributes[i].id == CLUSTER) n->cluster = c->attributes[i].value.cluster;
+    if (c->attributes[i].id == PROGRAMMATIC) n->pdl = c->attributes[i].value.flag;
   }
-  for (int i = 0; i < descriptors.count; i++) memcpy(descriptors.words[i], arguments[descriptors.first + i], 128);
+  if (!wanted.count || !strstr(kernel, wanted.of)) return 0;
+  for (int i = 0; i < wanted.count; i++) memcpy(wanted.bytes[i], arguments[i], wanted.sizes[i]);
   return 0;
 }
 int cudaKernelSetAttributeForDevice(void *kernel, int id, int value, int device) {
-  if (id == MAX_DYNAMIC_SMEM) notes.allowed_smem = value;
+  if (id == MAX_DYNAMIC_SMEM) *allowed_smem(kernel) = value;
   return 0;
 }
 int cudaFuncSetAttribute(const void *kernel, int id, int value) {
@@ -52,7 +63,7 @@ int cudaLibraryLoadData(void **library, const void *code, void *a, void *b, unsi
   return 0;
 }
 int cudaLibraryUnload(void *library) { return 0; }
-int cudaLibraryGetKernel(void **kernel, void *library, const char *name) { *kernel = (void *)name; return 0; }
+int cudaLibraryGetKernel(void **kernel, void *library, const char *name) { *kernel = strdup(name); return 0; }
 
 static int get_kernel_attribute(int *value, int id, void *kernel, int device) { *value = 0; return 0; }
 static int get_device(int *device, int ordinal) { *device = ordinal; return 0; }
@@ -90,28 +101,36 @@ class _Dims(ctypes.Structure):
     _fields_ = [(axis, ctypes.c_uint) for axis in "xyz"]
 
 
-class _Notes(ctypes.Structure):
+class _Note(ctypes.Structure):
     _fields_ = [
-        ("launches", ctypes.c_int), ("grid", _Dims), ("block", _Dims), ("cluster", _Dims), ("smem", ctypes.c_size_t),
+        ("kernel", ctypes.c_char_p), ("grid", _Dims), ("block", _Dims), ("cluster", _Dims), ("smem", ctypes.c_size_t),
         ("allowed_smem", ctypes.c_size_t), ("stream", ctypes.c_void_p), ("pdl", ctypes.c_int),
     ]  # fmt: skip
 
 
+_KEPT = 8
+
+
+class _Notes(ctypes.Structure):
+    _fields_ = [("launches", ctypes.c_int), ("last", _Note * _KEPT)]
+
+
 DESCRIPTOR_BYTES = 128
-_MOST_DESCRIPTORS = 8
+_MOST_PARAMETERS = 64
 
 
-class _Descriptors(ctypes.Structure):
+class _Wanted(ctypes.Structure):
     _fields_ = [
-        ("first", ctypes.c_int), ("count", ctypes.c_int), ("words", ctypes.c_uint64 * 16 * _MOST_DESCRIPTORS)
+        ("of", ctypes.c_char_p), ("count", ctypes.c_int), ("sizes", ctypes.c_int * _MOST_PARAMETERS),
+        ("bytes", ctypes.c_char * DESCRIPTOR_BYTES * _MOST_PARAMETERS),
     ]  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Launch:
-    """The last launch, and how many there were."""
+    """A launch; the name of its kernel holds that of the class (`ForwardKernel`)."""
 
-    launches: int
+    kernel: str
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
     cluster: tuple[int, int, int]
@@ -136,29 +155,43 @@ class Recorder:
         subprocess.run(command, check=True)
         loaded = ctypes.CDLL(str(library))
         self._notes = _Notes.in_dll(loaded, "notes")
-        self._descriptors = _Descriptors.in_dll(loaded, "descriptors")
+        self._wanted = _Wanted.in_dll(loaded, "wanted")
         self._module = tvm_ffi.load_module(str(library))
 
     def function(self, symbol: str):
         return getattr(self._module, symbol)
 
-    def descriptors(self, symbol: str, parameters: list[int], arguments) -> list[bytes]:
-        """The TMA descriptors that a call hands to its kernel; `parameters`: the bytes of each of the kernel's."""
-        places = [i for i, size in enumerate(parameters) if size == DESCRIPTOR_BYTES]
-        assert places == list(range(places[0], places[0] + len(places))) and len(places) <= _MOST_DESCRIPTORS
-        noted = self._descriptors
-        noted.first, noted.count = places[0], len(places)
+    def parameters(self, symbol: str, kernel: str, sizes: list[int], arguments) -> list[bytes]:
+        """The parameters that a call hands to the kernel of a class; `sizes`: the bytes of each. One that is a TMA descriptor
+        has `DESCRIPTOR_BYTES`."""
+        assert len(sizes) <= _MOST_PARAMETERS and max(sizes) <= DESCRIPTOR_BYTES
+        wanted = self._wanted
+        wanted.of, wanted.count = kernel.encode(), len(sizes)
+        wanted.sizes[: len(sizes)] = sizes
         try:
             self.function(symbol)(*arguments)
         finally:
-            noted.count = 0
-        return [bytes(noted.words[i]) for i in range(len(places))]
+            wanted.count = 0
+        return [wanted.bytes[i].raw[:size] for i, size in enumerate(sizes)]
+
+    @property
+    def launches(self) -> int:
+        """How many there were."""
+        return self._notes.launches
 
     @property
     def launch(self) -> Launch:
-        n = self._notes
+        """The last one."""
+        return self.last(1)[0]
+
+    def last(self, count: int) -> list[Launch]:
+        """The last launches in order."""
+        assert 0 <= count <= min(_KEPT, self.launches)
+        return [self._noted(self._notes.last[i % _KEPT]) for i in range(self.launches - count, self.launches)]
+
+    def _noted(self, n: _Note) -> Launch:
         grid, block, cluster = ((d.x, d.y, d.z) for d in (n.grid, n.block, n.cluster))
-        return Launch(n.launches, grid, block, cluster, n.smem, n.allowed_smem, n.stream or 0, bool(n.pdl))
+        return Launch(n.kernel.decode(), grid, block, cluster, n.smem, n.allowed_smem, n.stream or 0, bool(n.pdl))
 
 
 class _DlTensor(ctypes.Structure):
@@ -175,6 +208,13 @@ class _DlManagedTensor(ctypes.Structure):
 
 _CODES = {"bf16": (4, 16), "fp16": (2, 16), "fp32": (2, 32), "int32": (0, 32)}
 _CUDA = 2
+
+
+def ragged_args(entries: tuple[int, ...], batch: int, lengths: tuple[int, ...] | None = None) -> tuple:
+    """`device.sequences.RaggedArgs` with a table somewhere; `lengths`: the fields of `LengthArgs`, for the first kernel of a call."""
+    return 0x7F00_1000_0000, batch, entries, lengths
+
+
 _kept: list = []  # there is no deleter: whoever takes a tensor may hold it to the end of the process
 
 

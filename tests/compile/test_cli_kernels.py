@@ -93,7 +93,7 @@ def test_presets_are_nested_and_a_suite_stands_for_all_that_it_runs():
     training = {plan.kind for plan in preset_plans("training")}
     assert training == {"forward", "preprocess", "backward_dq", "backward_dkdv", "postprocess"}
     varlen = preset_plans("varlen")
-    assert {plan.kind for plan in varlen} == training | {"schedule"}
+    assert {plan.kind for plan in varlen} == training
     assert len(varlen) == len({plan.name for plan in varlen})
     assert set(compile_command._plans(None, "forward")) == set(plans_of(suite("forward")))
     both = compile_command._plans("common", "forward")

@@ -8,11 +8,10 @@ from itertools import product
 from typing import NamedTuple
 
 import pytest
-from launch_recorder import Recorder, gpu_tensor
+from launch_recorder import DESCRIPTOR_BYTES, Recorder, gpu_tensor, ragged_args
 
 from flash_hopper.compile.presets import forward_plans
 from flash_hopper.device.sequences import LAST
-from flash_hopper.plan.schedule import table_ints
 from flash_hopper.problem.dtypes import DType
 
 BF16 = (DType.BF16,)
@@ -22,6 +21,7 @@ DENSE = forward_plans([(64, 64)], dtypes=BF16, mask=("causal",), lse=(True,))[:1
 NAMES = ("q", "k", "v", "out")
 ITEMSIZE = 2
 START = 0x7F00_0000_0000
+LSE_ENTRY = 2**35 + 3
 
 
 class Descriptor(NamedTuple):
@@ -58,6 +58,11 @@ class Layout(NamedTuple):
     strides: tuple[int, int, int]
     address: int = START
 
+    @property
+    def entry(self) -> int:
+        """Elements from one entry to the next, 0 if there is one for all sequences."""
+        return self.strides[0] if self.batch > 1 else 0
+
 
 def layouts(cols: int) -> list[Layout]:
     """Packed, padded, a slice of fused q, k, v, heads outermost, overlapping entries, and strides beyond 32 bits."""
@@ -79,23 +84,31 @@ def recorder(kernels, tmp_path_factory) -> Recorder:
     return Recorder([kernels.object_file(p) for p in plans], tmp_path_factory.mktemp("recorder"))
 
 
-def descriptors(plan, q: Layout, k: Layout, recorder, kernels) -> dict[str, Descriptor]:
-    """By tensor. q and out are laid out as `q`, k and v as `k`, each for its own head dim."""
+def passed(plan, q: Layout, k: Layout, recorder, kernels) -> list[bytes]:
+    """The parameters of the kernel. q and out are laid out as `q`, k and v as `k`, each for its own head dim; the entries of the
+    LSE are far apart."""
     cols = {"q": plan.tile_hdim, "k": plan.tile_hdim, "v": plan.tile_hdimv, "out": plan.tile_hdimv}
     given = {name: (q if name in ("q", "out") else k) for name in NAMES}
     dtype = str(plan.dtype)
-    tensors = [
-        gpu_tensor((at.batch, at.rows, at.heads, cols[name]), dtype, (*at.strides, 1), at.address)
-        for name, at in given.items()
-    ]
-    call = [
-        *tensors,
-        gpu_tensor((q.batch, q.heads, q.rows), "fp32"),
-        None if plan.is_ragged else gpu_tensor((1,), "int32"),
-        gpu_tensor((table_ints(q.batch),), "int32") if plan.is_ragged else None,
-        *(None, None, None, 0.125, 100, 0),
-    ]
-    found = recorder.descriptors(plan.name, kernels.parameters(plan), call)
+    tensors, ragged, lse_shape = {}, None, (q.batch, q.heads, q.rows)
+    for name, at in given.items():
+        shape, strides = (at.batch, at.rows, at.heads, cols[name]), (*at.strides, 1)
+        if plan.is_ragged:  # the first entry
+            shape, strides = shape[1:], strides[1:]
+        tensors[name] = gpu_tensor(shape, dtype, strides, at.address)
+    if plan.is_ragged:
+        lse_shape = lse_shape[1:]
+        entries = tuple(at.entry for at in given.values())
+        lengths = (0, 0, 0, 0, q.rows, k.rows, 1, 1)
+        ragged = ragged_args((*entries, LSE_ENTRY if q.batch > 1 else 0), max(q.batch, k.batch), lengths)
+    counter = None if plan.is_ragged else gpu_tensor((1,), "int32")
+    call = [*tensors.values(), gpu_tensor(lse_shape, "fp32"), counter, ragged, None, None, None, 0.125, 100, 0]
+    return recorder.parameters(plan.name, "ForwardKernel", kernels.parameters(plan), call)
+
+
+def descriptors(plan, q: Layout, k: Layout, recorder, kernels) -> dict[str, Descriptor]:
+    """By tensor; see `passed`."""
+    found = [p for p in passed(plan, q, k, recorder, kernels) if len(p) == DESCRIPTOR_BYTES]
     return dict(zip(NAMES, map(decoded, found), strict=True))
 
 
@@ -134,6 +147,19 @@ def test_rows_of_a_sequence_are_fetched_from_where_they_lie_and_nothing_behind_t
             for i in (n, n + 1, n + 255):
                 assert found.place(0, LAST - n + i, 0, LAST, forth) is None
             assert found.place(plan.tile_hdim, LAST - n, 0, LAST, forth) is None
+
+
+@pytest.mark.parametrize("plan", RAGGED, ids=lambda p: p.name)
+def test_entries_of_a_padded_batch_are_reached_by_whole_rows_and_those_of_the_lse_by_64_bit_offsets(
+    plan, recorder, kernels
+):
+    """The last number of a view is how many rows lie between two entries, 0 if sequences are packed."""
+    for q, k in pairs(plan):
+        *views, lse = passed(plan, q, k, recorder, kernels)[:5]
+        rows = [struct.unpack("<7i", view)[-1] for view in views]
+        of_q, of_k = (at.entry // at.strides[1] for at in (q, k))
+        assert rows == [of_q, of_k, of_k, of_q], (q, k)
+        assert struct.unpack_from("<q", lse, 24) == (LSE_ENTRY if q.batch > 1 else 0,)
 
 
 @pytest.mark.parametrize("plan", DENSE, ids=lambda p: p.name)

@@ -14,7 +14,7 @@ from simt import WARP, Device, Tensor, copies
 
 from flash_hopper.geometry.arith import ceil_div
 from flash_hopper.geometry.tiles import TileCoord
-from flash_hopper.plan.schedule import COLUMNS, HEADER, SchedulePlan, table_ints
+from flash_hopper.plan.schedule import COLUMNS, HEADER, table_ints
 
 TILE = 64
 sequences, numbering, source, schedule = copies(
@@ -25,8 +25,14 @@ sequences, numbering, source, schedule = copies(
 )
 
 
+MEMORY: dict[int, Tensor] = {}  # by address
+
+
 @pytest.fixture
 def device(monkeypatch) -> Device:
+    assert schedule.BUCKETS <= schedule.THREADS, "a thread a bucket"
+    MEMORY.clear()
+    monkeypatch.setattr(schedule, "device_ints", lambda address, count: MEMORY.get(address, Tensor.of([])))
     monkeypatch.setattr(schedule, "THREADS", schedule.BUCKETS)
     found = Device(monkeypatch, sequences, numbering, source, schedule)
     monkeypatch.setattr(source, "draw", numbering.draw)
@@ -58,9 +64,19 @@ class Lengths:
         seqused = self.used if self.has_gaps or self.size is not None else None
         cu_seqlens = self.starts if self.size is None else None
         rows = self.size if self.size is not None else sum(self.allocated) + self.unused
-        tensors = (Tensor.of(values or []) for values in (cu_seqlens, seqused))
-        flags = cu_seqlens is not None, seqused is not None
-        return schedule.Side(*tensors, *flags, self.size or 0, rows, multiple)
+        return side_of(cu_seqlens, seqused, rows, multiple, len(self.used))
+
+
+def side_of(cu_seqlens, seqused, rows: int, multiple: int, sequences: int):
+    """As the host code makes it of addresses, 0 for a tensor that is not there."""
+    addresses = [0 if values is None else address_of(values) for values in (cu_seqlens, seqused)]
+    return schedule.ScheduleKernel().side(*addresses, rows, multiple, sequences)
+
+
+def address_of(values) -> int:
+    address = 0x1000 * (len(MEMORY) + 1)
+    MEMORY[address] = Tensor.of(values)
+    return address
 
 
 def prepared(device: Device, q: Lengths, k: Lengths, multiples=(1, 1)) -> Tensor:
@@ -69,7 +85,7 @@ def prepared(device: Device, q: Lengths, k: Lengths, multiples=(1, 1)) -> Tensor
 
 def written(device: Device, q, k, batch: int) -> Tensor:
     table = Tensor.of([None] * table_ints(batch))
-    kernel = schedule.ScheduleKernel(SchedulePlan())
+    kernel = schedule.ScheduleKernel()
     device.run(1, schedule.BUCKETS, lambda: kernel.kernel(q, k, table))
     return table
 
@@ -139,8 +155,8 @@ def test_lengths_that_make_no_sense_lead_to_no_row_outside_the_tensors(seed, dev
     """Decreasing, negative or too large offsets and used lengths: results are undefined, memory is not."""
     draw, batch, rows = random.Random(seed), 40, 1000
     wild = [[draw.randint(-2000, 3000) for _ in range(batch + 1)] for _ in range(4)]
-    packed = schedule.Side(Tensor.of(wild[0]), Tensor.of(wild[1]), True, True, 0, rows, 64)
-    padded = schedule.Side(Tensor.of([]), Tensor.of(wild[2]), False, True, 100, 100, 64)
+    packed = side_of(wild[0], wild[1], rows, 64, batch)
+    padded = side_of(None, wild[2], 100, 64, batch)
     for row in rows_of(written(device, packed, padded, batch)):
         assert 0 <= row["row_q"] <= row["row_q"] + row["allocated_q"] <= rows
         assert row["row_k"] == 0 and 0 <= row["allocated_k"] <= 100

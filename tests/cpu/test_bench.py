@@ -204,10 +204,9 @@ def test_a_pack_for_a_bench_holds_the_kernels_of_its_directions(monkeypatch, tmp
         assert result.exit_code == 0, result.output
     (out, forward), (_, backward) = packed
     assert str(out) == str(tmp_path / "forward")
-    prepare = {"schedule"} if name == "ragged" else set()
-    assert {plan.kind for plan in forward} == {"forward"} | prepare
+    assert {plan.kind for plan in forward} == {"forward"}
     of_gradients = {"preprocess", "backward_dkdv", "backward_dq", "postprocess"}
-    assert {plan.kind for plan in backward} == {"forward"} | of_gradients | prepare
+    assert {plan.kind for plan in backward} == {"forward"} | of_gradients
     assert not any(plan.has_lse for plan in forward if plan.kind == "forward")
     assert all(plan.has_lse for plan in backward if plan.kind == "forward")
     dims = {(-(-s.d // 32) * 32, -(-s.dv // 32) * 32) for s in SUITES[name](DType.BF16)}

@@ -4,7 +4,7 @@ import pytest
 
 from flash_hopper.compile.inspect import KernelReport
 from flash_hopper.compile.report import parse_report
-from flash_hopper.compile.sass import count_instructions
+from flash_hopper.compile.sass import by_kernel, count_instructions
 from flash_hopper.problem.errors import CompileError
 
 REMARK = """--- !Analysis
@@ -86,6 +86,15 @@ SASS = """
      ("HGMMA.64x128x16.RS", 1), ("HGMMA.64x128x16.SS", 0), ("MUFU", 2), ("MUFU.EX2", 1), ("VIMNMX3", 1), ("VIMNMX", 0), ("LD", 0)],
 )  # fmt: skip
 def test_instructions_are_counted_by_leading_and_later_parts_of_their_names(mnemonic, count):
-    report = KernelReport("a", parse_report(remark()), count_instructions(SASS), 0, 0, 0.0)
+    report = KernelReport("a", parse_report(remark()), {"kernel_a": count_instructions(SASS)}, 0, 0, 0.0)
     assert report.count(mnemonic) == count
     assert sum(report.instructions.values()) == 10
+
+
+def test_kernels_of_one_object_are_counted_each_by_itself():
+    both = SASS + SASS.replace("kernel_a", "kernel_b").replace("UTMALDG", "UTMASTG")
+    kernels = {name: count_instructions(text) for name, text in by_kernel(both).items()}
+    assert list(kernels) == ["kernel_a", "kernel_b"]
+    report = KernelReport("a", parse_report(remark()), kernels, 0, 0, 0.0)
+    assert report.counts("UTMALDG") == [1, 0] and report.counts("HGMMA") == [3, 3]
+    assert report.count("HGMMA") == 6 and sum(report.instructions.values()) == 20

@@ -1,18 +1,18 @@
 """What the launchers hand to a ragged batch's kernels, by brute force: views that describe the tensors of the call.
 
-The kernels are stand-ins that look at memory as the real ones do: entries start whole rows apart (`device/sequences.py`).
+The kernels are stand-ins that look at memory as the real ones do: they get the packed rows or the first entry of a padded
+batch, and how many elements lie between two entries, which is a whole number of rows (`device/sequences.py`).
 """
 
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
-from flash_hopper.launch import backward, forward, ragged
+from flash_hopper.launch import backward, forward
 from flash_hopper.launch.sequences import TENSORS, Sequences
 from flash_hopper.launch.tensors import is_aligned
 from flash_hopper.plan.backward import BackwardRequest
@@ -28,35 +28,21 @@ SIZES = list(product((1, 3), (1, 2), (1, 5), (1, 4)))  # batch, heads, seqlen_q,
 OF_RAGGED = [name for name in LAYOUTS if name != "expand_batch"]
 
 
-@pytest.fixture
-def kernels(monkeypatch):
-    """Where a test puts what stands for kernels, by the kind of their plan."""
-    found = {"schedule": lambda *_: None}
-    for module in (forward, backward):
-        monkeypatch.setattr(module, "device_facts", lambda index: SimpleNamespace(name="stand-in", sm_count=132))
-    for module in (forward, backward, ragged):
-        monkeypatch.setattr(module, "get_kernel", lambda plan: lambda *arguments: found[plan.kind](*arguments))
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
-    caches = (backward.prepare_backward, ragged.table_writer)
-    for cache in caches:
-        cache.cache_clear()
-    yield found
-    for cache in caches:
-        cache.cache_clear()
-
-
-def as_kernels_see(view: Tensor, like: Tensor) -> Tensor:
-    """A ragged view (batch, rows, heads, cols) as the kernels address it, in the shape of the call's tensor."""
-    entry, row, *inner = view.stride()
-    assert inner[-1] == 1 and is_aligned(view), "TMA cannot address it"
-    assert all(stride % 8 == 0 for stride in (entry, row, inner[0])), "the argument check refuses it"
+def as_kernels_see(passed: Tensor, entry: int, like: Tensor) -> Tensor:
+    """Rows (rows, heads, cols) and the distance of entries as the kernels address them, in the shape of the call's tensor."""
+    row, head, last = passed.stride()
+    assert last == 1 and is_aligned(passed), "TMA cannot address it"
+    assert all(stride % 8 == 0 for stride in (entry, row, head)), "the argument check refuses it"
+    if like.dim() == 3:
+        assert entry == 0, "packed sequences share an entry"
+        return passed
     rows_per_entry = entry // max(row, 1)
-    return view.as_strided(view.shape, (rows_per_entry * row, row, *inner)).view(like.shape)
+    return passed.as_strided(like.shape, (rows_per_entry * row, row, head, 1))
 
 
-def holds_same(view: Tensor, tensor: Tensor) -> bool:
-    """True if a kernel that is handed `view` reads the values of `tensor`; rows of no sequence hold NaN."""
-    return torch.equal(as_kernels_see(view, tensor).nan_to_num(7), tensor.nan_to_num(7))
+def holds_same(passed: Tensor, entry: int, tensor: Tensor) -> bool:
+    """True if a kernel that gets `passed` reads the values of `tensor`; rows of no sequence hold NaN."""
+    return torch.equal(as_kernels_see(passed, entry, tensor).nan_to_num(7), tensor.nan_to_num(7))
 
 
 def pattern_like(tensor: Tensor) -> Tensor:
@@ -88,9 +74,10 @@ def test_the_forward_reads_and_writes_the_tensors_of_the_call_whatever_their_lay
         given, sequences = (inputs.q, inputs.k, inputs.v), sequences_of(inputs)
         wanted, seen = pattern_like(inputs.out), []
 
-        def stand_in(q, k, v, out, *_, given=given, wanted=wanted, seen=seen):
-            seen += map(holds_same, (q, k, v), given)
-            as_kernels_see(out, wanted).copy_(wanted)
+        def stand_in(q, k, v, out, lse, counter, ragged, *_, given=given, wanted=wanted, seen=seen):
+            *entries, entry_out, _ = ragged[2]
+            seen += map(holds_same, (q, k, v), entries, given)
+            as_kernels_see(out, entry_out, wanted).copy_(wanted)
 
         kernels["forward"] = stand_in
         prepared = forward.prepare(*given, AttentionOptions(), inputs.out, sequences)
@@ -115,23 +102,26 @@ def test_the_backward_reads_and_writes_the_tensors_of_the_call_whatever_their_la
         written = {f"d{name}": pattern_like(tensors[name]) for name in "qkv"}
         looks = []
 
-        def look(tensors=tensors, looks=looks, **views):
-            looks.extend((name, holds_same(view, tensors[name])) for name, view in views.items())
+        def look(entries, tensors=tensors, looks=looks, **passed):
+            for (name, rows), entry in zip(passed.items(), entries, strict=False):
+                looks.append((name, holds_same(rows, entry, tensors[name])))
 
-        def write(written=written, **views):
-            for name, view in views.items():
-                as_kernels_see(view, written[name]).copy_(written[name])
+        def write(entries, written=written, **passed):
+            for (name, rows), entry in zip(passed.items(), entries, strict=True):
+                as_kernels_see(rows, entry, written[name]).copy_(written[name])
 
-        def dq_kernel(q, k, v, dout, dq, *_, look=look, write=write):
-            look(q=q, k=k, v=v, dout=dout)
-            write(dq=dq)
+        def dq_kernel(q, k, v, dout, dq, statistics, counter, ragged, *_, look=look, write=write):
+            look(ragged[2], q=q, k=k, v=v, dout=dout)
+            write(ragged[2][4:], dq=dq)
 
-        def dkdv_kernel(q, k, v, dout, dk, dv, *_, look=look, write=write):
-            look(q=q, k=k, v=v, dout=dout)
-            write(dk=dk, dv=dv)
+        def dkdv_kernel(q, k, v, dout, dk, dv, statistics, accumulator, counter, ragged, *_, look=look, write=write):
+            look(ragged[2], q=q, k=k, v=v, dout=dout)
+            write(ragged[2][4:], dk=dk, dv=dv)
 
-        kernels["preprocess"] = lambda out, dout, *_, look=look: look(out=out, dout=dout)
-        kernels["backward_dq"], kernels["backward_dkdv"] = dq_kernel, dkdv_kernel
+        def preprocess(out, dout, lse, dlse, statistics, accumulator, ragged, look=look):
+            look(ragged[2], out=out, dout=dout)
+
+        kernels |= {"preprocess": preprocess, "backward_dq": dq_kernel, "backward_dkdv": dkdv_kernel}
         request = BackwardRequest(True, True, False, True, False)
         prepared = backward.prepare_backward(as_backward(case, deterministic=True).problem(), request, None)
         q, k, v, out, dout_given = tensors.values()

@@ -19,7 +19,7 @@ from flash_hopper.geometry.tiles import (
     tile_coord,
 )
 from flash_hopper.launch.ragged import most_tiles
-from flash_hopper.plan.schedule import COLUMNS, COUNTERS, HEADER, SchedulePlan, table_ints
+from flash_hopper.plan.schedule import COLUMNS, COUNTERS, HEADER, table_ints
 
 LENGTHS = st.lists(st.integers(0, 700), max_size=70)
 TILES = st.sampled_from([64, 128, 192, 256])
@@ -37,11 +37,6 @@ def test_kernels_of_one_call_draw_from_counters_of_their_own():
     assert all(0 <= place < HEADER for place in COUNTERS.values())
     backward = [place for kernel, place in COUNTERS.items() if kernel.startswith("backward")]
     assert len(set(backward)) == len(backward) == 2
-
-
-def test_there_is_one_prepare_kernel():
-    assert SchedulePlan() == SchedulePlan()
-    assert SchedulePlan().name.isidentifier()
 
 
 @given(used=LENGTHS, unused=st.integers(0, 700), tile=TILES)

@@ -427,6 +427,6 @@ def test_windows_meet_both_ends_bounded_and_not_in_every_relation_of_lengths():
 def test_the_ragged_sanitizer_suite_meets_every_family_of_ragged_and_windowed_kernels():
     kinds = {(plan.kind, c.mask.kind) for c in suite("ragged-sanitizer") for plan in plans_of([c])}
     backward = {"preprocess", "backward_dkdv", "backward_dq", "postprocess"}
-    assert {kind for kind, _ in kinds} == {"forward", "schedule", *backward}
+    assert {kind for kind, _ in kinds} == {"forward", *backward}
     for kernel in ("forward", "backward_dkdv"):
         assert {mask for kind, mask in kinds if kind == kernel} == {"full", "causal", "local", "chunk"}

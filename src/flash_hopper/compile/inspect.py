@@ -4,12 +4,13 @@
 asserts on it. Needs the DSL and nvdisasm, no GPU.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from flash_hopper.compile.key import Plan
 from flash_hopper.compile.report import PtxasReport
-from flash_hopper.compile.sass import count_instructions, disassemble, disassembler
+from flash_hopper.compile.sass import by_kernel, count_instructions, disassemble, disassembler
 from flash_hopper.compile.target import toolkit
 
 if TYPE_CHECKING:
@@ -47,20 +48,32 @@ NOTABLE = {
 
 @dataclass(frozen=True, slots=True)
 class KernelReport:
-    """A compiled kernel in numbers. `instructions` counts full mnemonics (see `count`); `object_bytes` is the object
-    file with host code and machine code; `seconds` went into compiling."""
+    """A compiled plan in numbers. `kernels` counts full mnemonics (see `count`) of each kernel, of which that of a ragged batch may
+    have a second one, the writer of its table; `object_bytes` is the object file with host code and machine code; `seconds`
+    went into compiling."""
 
     name: str
     ptxas: PtxasReport
-    instructions: dict[str, int]
+    kernels: dict[str, dict[str, int]]
     cubin_bytes: int
     object_bytes: int
     seconds: float
 
+    @property
+    def instructions(self) -> dict[str, int]:
+        """Of all kernels together."""
+        return dict(sum(map(Counter, self.kernels.values()), Counter()))
+
     def count(self, mnemonic: str) -> int:
         """Instructions whose mnemonic has these leading parts, in order: `HGMMA.RS` counts `HGMMA.64x80x16...RS`."""
+        return sum(self.counts(mnemonic))
+
+    def counts(self, mnemonic: str) -> list[int]:
+        """The same for each kernel."""
         head, *rest = mnemonic.split(".")
-        return sum(n for op, n in self.instructions.items() if _matches(op.split("."), head, rest))
+        return [
+            sum(n for op, n in each.items() if _matches(op.split("."), head, rest)) for each in self.kernels.values()
+        ]
 
     @property
     def notable(self) -> dict[str, int]:
@@ -86,10 +99,8 @@ def kernel_report(plan: Plan, trace: "Trace | None" = None, *, strict: bool = Fa
 def examine(built: "Built") -> KernelReport:
     """The report of a kernel that was built with artifacts."""
     assert built.cubin is not None, "artifacts were not asked for"
-    instructions = count_instructions(disassemble(built.cubin))
-    return KernelReport(
-        built.symbol, built.report, instructions, len(built.cubin), len(built.object_code), built.seconds
-    )
+    kernels = {name: count_instructions(text) for name, text in by_kernel(disassemble(built.cubin)).items()}
+    return KernelReport(built.symbol, built.report, kernels, len(built.cubin), len(built.object_code), built.seconds)
 
 
 def _matches(parts: list[str], head: str, rest: list[str]) -> bool:

@@ -6,7 +6,6 @@ from itertools import product
 from flash_hopper.compile.key import Plan
 from flash_hopper.plan.backward import BackwardKernelPlan, BackwardRequest, plan_backward
 from flash_hopper.plan.forward import HDIM_STEP, ForwardPlan, plan_forward
-from flash_hopper.plan.schedule import SchedulePlan
 from flash_hopper.problem.attention import MAX_HEAD_DIM, AttentionProblem
 from flash_hopper.problem.dtypes import KERNEL_DTYPES, DType
 from flash_hopper.problem.errors import ArgumentError
@@ -54,7 +53,7 @@ def preset_plans(name: str) -> Sequence[Plan]:
 
 def _varlen_plans() -> list[Plan]:
     bf16 = (DType.BF16,)
-    plans: list[Plan] = [SchedulePlan()]
+    plans: list[Plan] = []
     layouts: tuple[tuple[bool, tuple[MaskKind, ...]], ...] = ((True, (*UNWINDOWED, "local")), (False, ("local",)))
     for is_ragged, masks in layouts:
         plans += forward_plans(VARLEN_HEAD_DIMS, dtypes=bf16, mask=masks, ragged=(is_ragged,), lse=(True,))

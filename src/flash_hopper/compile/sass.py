@@ -17,6 +17,7 @@ from flash_hopper.problem.errors import CompileError, MissingDependencyError
 
 INSTALL_DISASSEMBLER = 'pip install "nvidia-cuda-nvdisasm>=13.4"'
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9a-z_.]*)(.*)")
+_KERNEL = re.compile(r"^\.text\.(\w+):$", re.MULTILINE)
 _WGMMA = ("HGMMA", "QGMMA", "IGMMA")
 
 
@@ -42,6 +43,12 @@ def disassemble(cubin: bytes) -> str:
     if done.returncode:
         raise CompileError(f"{tool} cannot read this machine code ({INSTALL_DISASSEMBLER}): {done.stderr.strip()}")
     return done.stdout
+
+
+def by_kernel(sass: str) -> dict[str, str]:
+    """The machine code of each kernel in the text of a cubin, by its mangled name."""
+    _, *parts = _KERNEL.split(sass)
+    return dict(zip(parts[::2], parts[1::2], strict=True))
 
 
 def count_instructions(sass: str) -> dict[str, int]:

@@ -31,7 +31,8 @@ def add_to_rows(
             add_products_f32(address, 4 * i, cols, factor, (values[r, i], values[r, i + 1]))
 
 
-def summed_tensor(batch: Any, rows: Any, heads: Any, cols: Any) -> Any:
-    """Placeholder of a gradient that is added to: (batch, rows, heads, head_dim) float32, any strides but the last, 1."""
-    strides = (*(cute.sym_int64() for _ in range(3)), 1)
-    return make_fake_tensor(Float32, (batch, rows, heads, cols), strides, assumed_align=4)
+def summed_tensor(*shape: Any) -> Any:
+    """Placeholder of a gradient that is added to: (batch, rows, heads, head_dim) float32, or, of a ragged batch, without the
+    batch; any strides but the last, 1."""
+    strides = (*(cute.sym_int64() for _ in shape[1:]), 1)
+    return make_fake_tensor(Float32, shape, strides, assumed_align=4)

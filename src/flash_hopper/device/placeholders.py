@@ -5,7 +5,8 @@ Sizes and strides are run-time values; a symbol used twice is checked to be equa
 
 from typing import Any
 
-from flash_hopper.device.dsl import Float32, Int32, cute, make_fake_stream, make_fake_tensor
+from flash_hopper.device.dsl import Float32, Int32, Int64, cute, make_fake_stream, make_fake_tensor
+from flash_hopper.device.sequences import LengthArgs, RaggedArgs
 from flash_hopper.plan.backward import STATISTICS_ROWS
 
 
@@ -20,9 +21,9 @@ def head_dim_size() -> Any:
 
 
 def heads_tensor(dtype: Any, *shape: Any) -> Any:
-    """(batch, seqlen, heads, head_dim) of 16 bit, as TMA wants it: last stride 1, others multiples of 8 elements, address
-    a multiple of 16 bytes."""
-    strides = (*(cute.sym_int64(divisibility=8) for _ in range(3)), 1)
+    """(batch, seqlen, heads, head_dim), or (rows, heads, head_dim) of a ragged batch, of 16 bit, as TMA wants it: last stride
+    1, others multiples of 8 elements, address a multiple of 16 bytes."""
+    strides = (*(cute.sym_int64(divisibility=8) for _ in shape[1:]), 1)
     return make_fake_tensor(dtype, shape, strides, assumed_align=16)
 
 
@@ -45,9 +46,10 @@ def tile_counter(scheduler: str) -> Any:
     return make_fake_tensor(Int32, (1,), (1,), assumed_align=4) if scheduler == "dynamic" else None
 
 
-def table() -> Any:
-    """The table of a ragged batch, (ints,) int32, on a 32-byte boundary."""
-    return make_fake_tensor(Int32, (size(),), (1,), assumed_align=32)
+def ragged(tensors: int, is_first: bool = False) -> RaggedArgs:
+    """Of a ragged batch with so many tensors that have rows; the first kernel of a call gets lengths."""
+    lengths = LengthArgs(*(Int64(0) for _ in range(4)), *(Int32(1) for _ in range(4))) if is_first else None
+    return RaggedArgs(Int64(0), Int32(1), tuple(Int64(0) for _ in range(tensors)), lengths)
 
 
 def mask_bounds(kind: str) -> tuple[Int32 | None, Int32 | None, Int32 | None]:

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 from flash_hopper.device.dsl import Constexpr, Int32, Int64, cute
 from flash_hopper.device.layouts import seqlen_major
-from flash_hopper.geometry.arith import maximum, minimum
+from flash_hopper.geometry.arith import maximum
 from flash_hopper.geometry.masks import Lengths
 from flash_hopper.geometry.tiles import TileCoord
-from flash_hopper.plan.schedule import COLUMNS, HEADER
+from flash_hopper.plan.schedule import COLUMNS, HEADER, table_ints
 
 
 class RaggedTile(NamedTuple):
@@ -42,6 +42,39 @@ class RaggedTile(NamedTuple):
 
 
 assert RaggedTile._fields[3:] == COLUMNS
+
+
+class LengthArgs(NamedTuple):
+    """What says how long sequences are: addresses of contiguous int32 tensors on the device, 0 where a call lacks one.
+
+    cu_seqlens_*: (sequences + 1,), of a packed side only; seqused_*: (sequences,). rows_*: of a packed tensor, or of each padded
+    entry. multiple_*: what the first row of a sequence is rounded to in padded buffers.
+    """
+
+    cu_seqlens_q: Int64
+    cu_seqlens_k: Int64
+    seqused_q: Int64
+    seqused_k: Int64
+    rows_q: Int32
+    rows_k: Int32
+    multiple_q: Int32
+    multiple_k: Int32
+
+
+class RaggedArgs(NamedTuple):
+    """What a launch of a ragged batch gets beside its tensors, of which each is the first padded entry, or the packed rows.
+
+    table: address of the table (`plan/schedule.py`), on a 32-byte boundary; sequences: how many, without the one of unused
+    rows; entries: of each tensor with rows, in the order of the call, how many elements lie between two padded entries, 0 if
+    packed; lengths: for the first kernel of a call, which has the table written.
+    """
+
+    table: Int64
+    sequences: Int32
+    entries: tuple[Int64, ...]
+    lengths: LengthArgs | None
+
+
 LAST = 1 << 30  # no sequence has more rows
 MOST = (1 << 31) - 1  # nor does any lie further from the start of its tensor, in rows
 
@@ -50,6 +83,13 @@ class DenseBatch:
     """Every entry of the batch is one whole sequence."""
 
     tile_type = TileCoord
+
+    def table(self, ragged: RaggedArgs | None) -> None:
+        """There is none."""
+
+    def entries(self, tensors: tuple[Any, ...], ragged: RaggedArgs | None) -> tuple[Any, ...]:
+        """Tensors of a call as batches: they are."""
+        return tensors
 
     def view(self, t: cute.Tensor) -> cute.Tensor:
         """(batch, seqlen, heads, cols) for TMA: (seqlen, cols, heads, batch)."""
@@ -117,6 +157,22 @@ class RaggedBatch:
 
     tile_type = RaggedTile
 
+    def table(self, ragged: RaggedArgs) -> cute.Tensor:
+        """The table, (`table_ints(sequences)`,)."""
+        return device_ints(ragged.table, table_ints(ragged.sequences), align=32)
+
+    def entries(self, tensors: tuple[cute.Tensor | None, ...], ragged: RaggedArgs) -> tuple[Any, ...]:
+        """Tensors of a call, (rows, heads, cols) or (heads, rows), as batches of as many entries as there are sequences; packed
+        sequences share their entry."""
+        pairs = zip(tensors, ragged.entries, strict=True)
+        return tuple(None if t is None else self._batch(t, entry, ragged.sequences) for t, entry in pairs)
+
+    def _batch(self, t: cute.Tensor, entry: Int64, sequences: Int32) -> cute.Tensor:
+        if t.element_type.width == 16:
+            entry = cute.assume(entry, divby=8)  # else rows would not be read 16 bytes at a time
+        layout = cute.make_layout((sequences + 1, *t.shape), stride=(entry, *t.stride))
+        return cute.make_tensor(t.iterator, layout)
+
     def view(self, t: cute.Tensor) -> cute.Tensor:
         """(batch, seqlen, heads, cols) for TMA: (LAST, cols, heads, back, forth), see the module's text. The batch stride is
         a multiple of the row stride: `with_batch` says where an entry starts."""
@@ -163,8 +219,8 @@ class RaggedBatch:
         return tile.row_k
 
     def entry(self, tile: RaggedTile, batch: Int32) -> Int32:
-        """The batch entry of such a tensor: packed sequences share the only one."""
-        return minimum(tile.batch, batch - 1)
+        """The batch entry of such a tensor."""
+        return tile.batch
 
     def stored_rows(self, tile: RaggedTile, mQ: cute.Tensor) -> Int32:
         """How many query rows are written."""
@@ -187,8 +243,14 @@ class RaggedBatch:
         return tile.padded_k
 
     def _rows(self, m: cute.Tensor, tile: RaggedTile, head: Int32, first: Int32, count: Int32) -> cute.Tensor:
-        sequence = m[None, None, head, LAST, first + count, self.entry(tile, m.shape[5])]
+        sequence = m[None, None, head, LAST, first + count, tile.batch]
         return cute.domain_offset((LAST - count, 0), sequence)
+
+
+def device_ints(address: Int64, count: Any, align: int = 4) -> cute.Tensor:
+    """(count,) int32 at an address in global memory."""
+    pointer = cute.make_ptr(Int32, address, cute.AddressSpace.gmem, assumed_align=align)
+    return cute.make_tensor(pointer, cute.make_layout((count,)))
 
 
 def make_batch(is_ragged: bool) -> DenseBatch | RaggedBatch:

@@ -10,11 +10,9 @@ from flash_hopper.kernels.backward_dq import kernel as backward_dq
 from flash_hopper.kernels.forward import kernel as forward
 from flash_hopper.kernels.postprocess import kernel as postprocess
 from flash_hopper.kernels.preprocess import kernel as preprocess
-from flash_hopper.kernels.schedule import kernel as schedule
 
 _KERNELS: dict[str, tuple[Any, Any]] = {
     "forward": (forward.ForwardKernel, forward.placeholder_arguments),
-    "schedule": (schedule.ScheduleKernel, schedule.placeholder_arguments),
     "preprocess": (preprocess.PreprocessKernel, preprocess.placeholder_arguments),
     "backward_dkdv": (backward_dkdv.BackwardDkdvKernel, backward_dkdv.placeholder_arguments),
     "backward_dq": (backward_dq.BackwardDqKernel, backward_dq.placeholder_arguments),

@@ -16,13 +16,19 @@ from flash_hopper.geometry.arith import round_up
 from flash_hopper.geometry.masks import kernel_bounds
 from flash_hopper.geometry.tiles import heads_per_section, rows_per_section
 from flash_hopper.launch.device import device_facts, tile_counter
-from flash_hopper.launch.ragged import TableWriter, addressable_batch, as_batch, most_tiles, table_writer
+from flash_hopper.launch.ragged import (
+    RaggedArgs,
+    RaggedLaunch,
+    addressable_rows,
+    first_entry,
+    most_tiles,
+    ragged_launch,
+)
 from flash_hopper.launch.sequences import Sequences
 from flash_hopper.launch.tensors import addressable
 from flash_hopper.plan.backward import STATISTICS_ROWS, BackwardPlans, BackwardRequest, plan_backward
 from flash_hopper.problem.attention import AttentionProblem
 from flash_hopper.problem.mask import Mask
-from flash_hopper.problem.ragged import Ragged
 
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 Kernel = Callable[..., Any]
@@ -44,7 +50,7 @@ class PreparedBackward:
     postprocess: Kernel | None
     postprocess_dk: Kernel | None
     postprocess_dv: Kernel | None
-    write_table: TableWriter | None  # of a ragged batch
+    ragged: RaggedLaunch | None
 
     def run(
         self,
@@ -75,13 +81,7 @@ class PreparedBackward:
                     gradient.zero_()
             return gradients
         targets = gradients if into is None else self._with_both(into, k, v)
-        if self.problem.ragged is None:
-            self._launch(Operands(q, k, v, out, lse, dout, dlse), targets, None)
-        else:
-            assert sequences is not None and self.write_table is not None, "prepared for a ragged batch"
-            table = self.write_table(sequences, q.device, self._row_multiple, self._key_multiple)
-            batch = Operands(q, k, v, out, lse, dout, dlse).as_batch(self.problem.ragged)
-            self._launch(batch, _as_batch(targets, self.problem.ragged), table)
+        self._launch(Operands(q, k, v, out, lse, dout, dlse, *targets), sequences)
         return gradients
 
     def _with_both(self, into: Gradients, k: torch.Tensor, v: torch.Tensor) -> Gradients:
@@ -101,67 +101,84 @@ class PreparedBackward:
         dv = torch.empty(v.shape, dtype=q.dtype, device=q.device) if needs_dkdv else None
         return dq, dk, dv
 
-    def _launch(self, given: "Operands", gradients: Gradients, table: torch.Tensor | None) -> None:
-        """All kernels in order. Tensors have four dimensions; packed sequences are a batch of one."""
-        dq, dk, dv = gradients
-        passed = addressable if self.problem.ragged is None else addressable_batch
-        q, k, v, out, dout = map(passed, (given.q, given.k, given.v, given.out, given.dout))
-        statistics, accumulator = self._workspace(q)
+    def _launch(self, given: "Operands", sequences: Sequences | None) -> None:
+        """All kernels in order."""
         p = self.problem
+        given = given.addressable(is_ragged=self.ragged is not None)
+        statistics, accumulator = self._workspace(given.q.device)
+        call = None
+        if self.ragged is not None:
+            assert sequences is not None, "prepared for a ragged batch"
+            given, call = self._ragged_call(self.ragged, given, sequences)
         assert self.preprocess is not None, "something is to be computed"
-        self.preprocess(out, dout, given.lse, given.dlse, statistics, accumulator, table)
+        self.preprocess(
+            given.out, given.dout, given.lse, given.dlse, statistics, accumulator,
+            call and call.args("out", "dout", "lse", "dlse", is_first=True),
+        )  # fmt: skip
         if self.dq is not None:
             assert self.plans.dq is not None, "its plan was compiled"
             ctas, section = self._grid(by_keys=False, tile_rows=self.plans.dq.tile_m)
             self.dq(
-                q, k, v, dout, dq, statistics, self._counter(), table, *kernel_bounds(self.mask), p.softmax_scale, ctas,
-                section,
+                given.q, given.k, given.v, given.dout, given.dq, statistics, self._counter(),
+                call and call.args("q", "k", "v", "dout", "dq"),
+                *kernel_bounds(self.mask), p.softmax_scale, ctas, section,
             )  # fmt: skip
-        if dk is not None and dv is not None:
-            self._run_dkdv(q, k, v, dout, dk, dv, statistics, accumulator, table)
+        if given.dk is not None and given.dv is not None:
+            self._run_dkdv(given, statistics, accumulator, call)
         if self.postprocess is not None:
-            self.postprocess(accumulator, dq, table, p.softmax_scale)
+            self.postprocess(accumulator, given.dq, call and call.args("dq"), p.softmax_scale)
 
     def _run_dkdv(
         self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        dout: torch.Tensor,
-        dk: torch.Tensor,
-        dv: torch.Tensor,
+        given: "Operands",
         statistics: torch.Tensor,
         accumulator: torch.Tensor | None,
-        table: torch.Tensor | None,
+        call: "RaggedCall | None",
     ) -> None:
         """The key-parallel kernel; dK and dV of grouped queries go through float32 accumulators if its plan says so."""
         p, plan = self.problem, self.plans.dkdv
         assert self.dkdv is not None and plan is not None, "dK and dV are asked for"
-        dk_target, dv_target = dk, dv
+        dk_target, dv_target = given.dk, given.dv
+        rows: tuple[str, ...] = ("q", "k", "v", "dout", "dk", "dv")
         if plan.adds_dkdv:
             entries, keys = self._padded(p.seqlen_k, p.rows_k, plan.tile_n)
             dk_target, dv_target = (
-                torch.zeros((entries, p.heads_k, keys * cols), dtype=torch.float32, device=q.device)
+                torch.zeros((entries, p.heads_k, keys * cols), dtype=torch.float32, device=given.q.device)
                 for cols in (plan.tile_hdim, plan.tile_hdimv)
             )
+            rows = rows[:4]
         ctas, section = self._grid(by_keys=True, tile_rows=plan.tile_n)
         self.dkdv(
-            q, k, v, dout, dk_target, dv_target, statistics, accumulator, self._counter(), table,
-            *kernel_bounds(self.mask), p.softmax_scale, ctas, section,
+            given.q, given.k, given.v, given.dout, dk_target, dv_target, statistics, accumulator, self._counter(),
+            call and call.args(*rows), *kernel_bounds(self.mask), p.softmax_scale, ctas, section,
         )  # fmt: skip
         if self.postprocess_dk is not None and self.postprocess_dv is not None:
-            self.postprocess_dk(dk_target, dk, table, p.softmax_scale)
-            self.postprocess_dv(dv_target, dv, table, 1.0)
+            self.postprocess_dk(dk_target, given.dk, call and call.args("dk"), p.softmax_scale)
+            self.postprocess_dv(dv_target, given.dv, call and call.args("dv"), 1.0)
 
-    def _workspace(self, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _ragged_call(
+        self, launch: RaggedLaunch, given: "Operands", sequences: Sequences
+    ) -> "tuple[Operands, RaggedCall]":
+        """Operands as the kernels of a ragged batch take them, and what these are told beside them."""
+        entries = dict.fromkeys(Operands._fields, 0)
+        first = {}
+        for name, tensor in zip(Operands._fields, given, strict=True):
+            is_packed = launch.packed_k if name in _OF_KEYS else launch.packed_q
+            if tensor is not None and not is_packed:
+                first[name], entries[name] = first_entry(tensor)
+        lengths = launch.lengths(sequences, self._row_multiple, self._key_multiple)
+        call = RaggedCall(launch.table(self.device_index), launch.sequences, entries, lengths)
+        return given._replace(**first), call
+
+    def _workspace(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Statistics (2, batch, heads, rows) and, if dQ is added up, its accumulator; float32, linear in the rows of q."""
         p, dkdv = self.problem, self.plans.dkdv
         entries, rows = self._padded(p.seqlen_q, p.rows_q, self._row_multiple)
-        statistics = torch.empty((2, entries, p.heads, rows), dtype=torch.float32, device=q.device)
+        statistics = torch.empty((2, entries, p.heads, rows), dtype=torch.float32, device=device)
         if dkdv is None or not dkdv.adds_dq:
             return statistics, None
         shape = (entries, p.heads, rows * dkdv.tile_hdim)
-        return statistics, torch.empty(shape, dtype=torch.float32, device=q.device)
+        return statistics, torch.empty(shape, dtype=torch.float32, device=device)
 
     def _padded(self, seqlen: int, rows: int, multiple: int) -> tuple[int, int]:
         """Entries of a padded buffer and rows of each; of a ragged batch all sequences are one entry, and each starts a new
@@ -203,7 +220,7 @@ class PreparedBackward:
 
 
 class Operands(NamedTuple):
-    """What a backward reads."""
+    """What a backward reads and writes."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -212,22 +229,32 @@ class Operands(NamedTuple):
     lse: torch.Tensor
     dout: torch.Tensor
     dlse: torch.Tensor | None
+    dq: torch.Tensor | None
+    dk: torch.Tensor | None
+    dv: torch.Tensor | None
 
-    def as_batch(self, ragged: Ragged) -> "Operands":
-        """Packed sequences as a batch of one."""
-        q, k, v, out, lse, dout, dlse = self
-        is_packed = ragged.packed_q
-        return Operands(
-            as_batch(q, is_packed), as_batch(k, ragged.packed_k), as_batch(v, ragged.packed_k), as_batch(out, is_packed),
-            as_batch(lse, is_packed), as_batch(dout, is_packed), None if dlse is None else as_batch(dlse, is_packed),
-        )  # fmt: skip
+    def addressable(self, is_ragged: bool) -> "Operands":
+        """The same with copies of those inputs that the kernels' views cannot address."""
+        passed = addressable_rows if is_ragged else addressable
+        q, k, v, out, dout = map(passed, (self.q, self.k, self.v, self.out, self.dout))
+        return self._replace(q=q, k=k, v=v, out=out, dout=dout)
 
 
-def _as_batch(gradients: Gradients, ragged: Ragged) -> Gradients:
-    """Views of packed gradients as a batch of one."""
-    sides = (ragged.packed_q, ragged.packed_k, ragged.packed_k)
-    found = (None if g is None else as_batch(g, packed) for g, packed in zip(gradients, sides, strict=True))
-    return tuple(found)  # type: ignore[return-value]
+_OF_KEYS = ("k", "v", "dk", "dv")
+
+
+class RaggedCall(NamedTuple):
+    """What the kernels of one ragged call are told beside tensors. entries: by the names of `Operands`."""
+
+    table: torch.Tensor
+    sequences: int
+    entries: dict[str, int]
+    lengths: tuple[int, ...]
+
+    def args(self, *names: str, is_first: bool = False) -> RaggedArgs:
+        """For a kernel with these operands; the first one gets the lengths."""
+        entries = tuple(self.entries[name] for name in names)
+        return self.table.data_ptr(), self.sequences, entries, self.lengths if is_first else None
 
 
 @lru_cache(maxsize=4096)
@@ -256,5 +283,5 @@ def prepare_backward(problem: AttentionProblem, request: BackwardRequest, device
         postprocess=kernel(plans.postprocess),
         postprocess_dk=kernel(plans.postprocess_dk),
         postprocess_dv=kernel(plans.postprocess_dv),
-        write_table=None if problem.ragged is None or is_trivial else table_writer(problem),
+        ragged=None if problem.ragged is None else ragged_launch(problem),
     )

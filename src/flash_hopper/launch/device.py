@@ -1,5 +1,7 @@
-"""Facts about a CUDA device that a launch needs, asked once a process."""
+"""What a launch needs of a CUDA device: facts, asked once a process, and memory that is kept from one launch to the next."""
 
+import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import NamedTuple
@@ -45,21 +47,51 @@ def tile_counter(index: int) -> torch.Tensor:
     key = (index, torch._C._cuda_getCurrentRawStream(index))
     counter = _counters.get(key)
     if counter is None:
-        counter = _counters[key] = _lasting_counter(index)
+        counter = _counters[key] = _lasting(index, lambda: torch.zeros(1, dtype=torch.int32, device=f"cuda:{index}"))
     return counter
 
 
-def _lasting_counter(index: int) -> torch.Tensor:
-    """A counter that may be kept, for the current stream.
+class _Tables(threading.local):
+    """The tables of one thread by GPU and stream."""
+
+    def __init__(self) -> None:
+        self.by_stream: dict[tuple[int, int], torch.Tensor] = {}
+
+
+_tables = _Tables()
+_SMALLEST_TABLE = 1 << 12
+
+
+def sequence_table(index: int, ints: int) -> torch.Tensor:
+    """Memory for the table of a ragged call on the current stream of GPU `index`: at least so many int32, of any value.
+
+    A call writes it in its first kernel, which waits for the stream's last one, and reads it until its last kernel. So calls
+    of one thread on one stream may share it; another thread's kernels may come between those of a call, so each thread has
+    its own. It is replaced by a larger one where that is needed; what is left of the old one is free for whatever comes later
+    on its stream. A call that is being captured gets memory of the graph, as for `tile_counter`.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return torch.empty(ints, dtype=torch.int32, device=f"cuda:{index}")
+    tables = _tables.by_stream
+    key = (index, torch._C._cuda_getCurrentRawStream(index))
+    table = tables.get(key)
+    if table is None or table.numel() < ints:
+        size = max(_SMALLEST_TABLE, 1 << (ints - 1).bit_length())
+        table = tables[key] = _lasting(index, lambda: torch.empty(size, dtype=torch.int32, device=f"cuda:{index}"))
+    return table
+
+
+def _lasting(index: int, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """What `make` allocates, for the current stream and to be kept.
 
     The calling thread may be allocating from a private pool whose memory is taken back, as in the warm-up of
     torch.compile's CUDA graphs (mode="reduce-overhead") or under torch.cuda.use_mem_pool. Another thread is not.
     """
     stream = torch.cuda.current_stream(index)
 
-    def make() -> torch.Tensor:
+    def on_stream() -> torch.Tensor:
         with torch.cuda.stream(stream):
-            return torch.zeros(1, dtype=torch.int32, device=f"cuda:{index}")
+            return make()
 
     with ThreadPoolExecutor(max_workers=1) as other_thread:
-        return other_thread.submit(make).result()
+        return other_thread.submit(on_stream).result()

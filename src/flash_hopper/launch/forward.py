@@ -16,13 +16,13 @@ from flash_hopper.geometry.tiles import heads_per_section, rows_per_section
 from flash_hopper.kernels.forward.support import DTYPES, SUPPORTED
 from flash_hopper.launch.device import device_facts, tile_counter
 from flash_hopper.launch.ragged import (
-    TableWriter,
-    addressable_batch,
-    as_batch,
-    has_whole_rows,
+    RaggedLaunch,
+    addressable_rows,
+    first_entry,
+    is_viewable,
     most_tiles,
-    table_writer,
-    with_whole_rows,
+    ragged_launch,
+    viewable,
 )
 from flash_hopper.launch.sequences import Sequences, described_problem
 from flash_hopper.launch.tensors import (
@@ -30,6 +30,7 @@ from flash_hopper.launch.tensors import (
     addressable,
     has_plain_strides,
     is_aligned,
+    result_shapes,
     with_plain_unit_strides,
 )
 from flash_hopper.plan.forward import ForwardPlan, plan_forward
@@ -57,7 +58,7 @@ class PreparedForward:
     section: int
     is_dynamic: bool
     is_regular: bool  # strides can be passed as they are
-    write_table: TableWriter | None  # of a ragged batch
+    ragged: RaggedLaunch | None
 
     def run(
         self,
@@ -80,12 +81,34 @@ class PreparedForward:
         if self.kernel is None:
             out.zero_()
             return out, None if lse is None else lse.fill_(float("-inf"))
-        table = None
-        if sequences is not None:
-            assert self.write_table is not None, "prepared for a ragged batch"
-            table = self.write_table(sequences, self.device)
-        self._launch(q, k, v, out, lse, table)
+        addresses = q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()
+        if self.is_regular and addresses % ALIGN_BYTES == 0:
+            self._launch(q, k, v, out, lse, sequences)
+        else:
+            self._launch_irregular(q, k, v, out, lse, sequences)
         return out, lse
+
+    def _launch_irregular(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        sequences: Sequences | None,
+    ) -> None:
+        """A tensor that the kernel's views cannot address is copied once; everything else is passed as it is."""
+        is_ragged = sequences is not None
+        q, k, v = map(addressable_rows if is_ragged else addressable, (q, k, v))
+        plain = with_plain_unit_strides(out)
+        if is_ragged:
+            plain = viewable(plain)
+        if is_aligned(out) and (not is_ragged or is_viewable(plain)):
+            self._launch(q, k, v, plain, lse, sequences)
+            return
+        staged = torch.empty(out.shape, dtype=out.dtype, device=self.device)
+        self._launch(q, k, v, staged, lse, sequences)
+        out.copy_(staged)
 
     def _launch(
         self,
@@ -94,41 +117,28 @@ class PreparedForward:
         v: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor | None,
-        table: torch.Tensor | None,
+        sequences: Sequences | None,
     ) -> None:
-        """A tensor that TMA cannot address is copied once; everything else is passed as it is."""
-        ragged = self.problem.ragged
-        if ragged is not None:
-            q, k, v = as_batch(q, ragged.packed_q), as_batch(k, ragged.packed_k), as_batch(v, ragged.packed_k)
-            out, lse = as_batch(out, ragged.packed_q), None if lse is None else as_batch(lse, ragged.packed_q)
-        addresses = q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()
-        if self.is_regular and addresses % ALIGN_BYTES == 0:
-            self._call(q, k, v, out, lse, table)
-            return
-        passed = addressable if ragged is None else addressable_batch
-        q, k, v = passed(q), passed(k), passed(v)
-        plain = with_plain_unit_strides(out)
-        if ragged is not None:
-            plain = with_whole_rows(plain)
-        if is_aligned(out) and (ragged is None or has_whole_rows(plain)):
-            self._call(q, k, v, plain, lse, table)
-            return
-        staged = torch.empty(out.shape, dtype=out.dtype, device=self.device)
-        self._call(q, k, v, staged, lse, table)
-        out.copy_(staged)
-
-    def _call(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor | None,
-        table: torch.Tensor | None,
-    ) -> None:
+        """Tensors that the kernel's views can address, to one call into the compiled library."""
         assert self.kernel is not None
-        counter = tile_counter(self.device.index) if self.is_dynamic else None
-        self.kernel(q, k, v, out, lse, counter, table, *self.bounds, self.scale, self.ctas, self.section)
+        launch = self.ragged
+        if launch is None or sequences is None:
+            counter = tile_counter(self.device.index) if self.is_dynamic else None
+            self.kernel(q, k, v, out, lse, counter, None, *self.bounds, self.scale, self.ctas, self.section)
+            return
+        of_q = of_k = of_v = of_out = of_lse = 0
+        if not launch.packed_q:
+            q, of_q = first_entry(q)
+            out, of_out = first_entry(out)
+            if lse is not None:
+                lse, of_lse = first_entry(lse)
+        if not launch.packed_k:
+            k, of_k = first_entry(k)
+            v, of_v = first_entry(v)
+        entries = (of_q, of_k, of_v, of_out, of_lse)
+        table = launch.table(self.device.index)
+        ragged = (table.data_ptr(), launch.sequences, entries, launch.lengths(sequences))
+        self.kernel(q, k, v, out, lse, None, ragged, *self.bounds, self.scale, self.ctas, self.section)
 
 
 def prepare(
@@ -150,14 +160,12 @@ def prepare(
     plan = plan_forward(p)
     is_trivial = p.has_no_output or p.has_no_keys
     ctas, section = _grid(p, plan, facts.sm_count)
-    is_packed = p.ragged is not None and p.ragged.packed_q
+    _, lse_shape = result_shapes(p)
     return PreparedForward(
         kernel=None if is_trivial else get_kernel(plan),
         problem=p,
         out_shape=(*q.shape[:-1], p.head_dim_v),
-        lse_shape=((p.heads, p.rows_q) if is_packed else (p.batch, p.heads, p.seqlen_q))
-        if options.return_lse
-        else None,
+        lse_shape=lse_shape if options.return_lse else None,
         device=q.device,
         scale=max(abs(p.softmax_scale), SMALLEST_SCALE),
         bounds=kernel_bounds(p.mask.simplified(p.seqlen_q, p.seqlen_k)),
@@ -165,7 +173,7 @@ def prepare(
         section=section,
         is_dynamic=plan.scheduler == "dynamic" and not plan.is_ragged,
         is_regular=all(_is_regular(t, p.ragged is not None) for t in (q, k, v, out) if t is not None),
-        write_table=None if p.ragged is None or is_trivial else table_writer(p),
+        ragged=None if p.ragged is None else ragged_launch(p),
     )
 
 
@@ -183,5 +191,4 @@ def _grid(p: AttentionProblem, plan: ForwardPlan, sm_count: int) -> tuple[int, i
 
 def _is_regular(tensor: torch.Tensor, is_ragged: bool) -> bool:
     """True if the strides can be passed as they are."""
-    is_padded = is_ragged and tensor.dim() == 4
-    return has_plain_strides(tensor) and (not is_padded or has_whole_rows(tensor))
+    return has_plain_strides(tensor) and (not is_ragged or is_viewable(tensor))

@@ -1,71 +1,77 @@
-"""The table of a ragged batch, from the tensors of a call: allocated and written here, read by the kernels of the call.
+"""What a launch of a ragged batch is told beside its tensors: where the table is, where lengths are, how entries lie.
 
-`launch/forward.py` and `launch/backward.py` bind a problem to a `TableWriter` once and call it per launch. Nothing is read back:
-the values of cu_seqlens and seqused stay on the device.
+`launch/forward.py` and `launch/backward.py` bind a problem to a `RaggedLaunch` once. The kernels' `RaggedArgs`
+(`device/sequences.py`) is made here, call by call. Nothing is read back: the values of cu_seqlens and seqused stay on the device.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
 
 import torch
 
-from flash_hopper.compile.store import get_kernel
+from flash_hopper.launch.device import sequence_table
 from flash_hopper.launch.sequences import Sequences
 from flash_hopper.launch.tensors import addressable
-from flash_hopper.plan.schedule import SchedulePlan, table_ints
+from flash_hopper.plan.schedule import table_ints
 from flash_hopper.problem.attention import AttentionProblem
 
 MOST_ROWS = 1 << 31
 
+RaggedArgs = tuple[int, int, tuple[int, ...], tuple[int, ...] | None]
+"""The fields of `device.sequences.RaggedArgs` in order."""
+
 
 @dataclass(frozen=True, slots=True)
-class TableWriter:
-    """A ragged problem bound to the prepare kernel. `sides` are the kernel's sizes and rows of q and k."""
+class RaggedLaunch:
+    """A checked ragged problem. rows_*: of a packed tensor, or of each padded entry."""
 
-    kernel: Callable[..., Any]
-    ints: int
-    given: int
-    sides: tuple[int, int, int, int]
+    sequences: int
+    ints: int  # of the table
+    packed_q: bool
+    packed_k: bool
+    rows_q: int
+    rows_k: int
 
-    def __call__(
-        self, sequences: Sequences, device: torch.device, multiple_q: int = 1, multiple_k: int = 1
-    ) -> torch.Tensor:
-        """The table; multiples are those to which padded buffers round a sequence's first row."""
-        table = torch.empty(self.ints, dtype=torch.int32, device=device)
-        lengths = (table if t is None else t for t in sequences.tensors)
-        self.kernel(*lengths, table, self.given, *self.sides, multiple_q, multiple_k)
-        return table
+    def table(self, device_index: int) -> torch.Tensor:
+        """Memory for the table of a call on the current stream; it must outlive the launches."""
+        return sequence_table(device_index, self.ints)
+
+    def lengths(self, given: Sequences, multiple_q: int = 1, multiple_k: int = 1) -> tuple[int, ...]:
+        """`LengthArgs`; multiples are those to which padded buffers round a sequence's first row."""
+        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, _, _ = given
+        return (
+            0 if cu_seqlens_q is None else cu_seqlens_q.data_ptr(),
+            0 if cu_seqlens_k is None else cu_seqlens_k.data_ptr(),
+            0 if seqused_q is None else seqused_q.data_ptr(),
+            0 if seqused_k is None else seqused_k.data_ptr(),
+            self.rows_q,
+            self.rows_k,
+            multiple_q,
+            multiple_k,
+        )
 
 
-@lru_cache(maxsize=4096)
-def table_writer(problem: AttentionProblem) -> TableWriter:
-    """For a checked ragged problem; compiles the prepare kernel if need be."""
+def ragged_launch(problem: AttentionProblem) -> RaggedLaunch:
+    """For a checked ragged problem."""
     ragged = problem.ragged
     assert ragged is not None, "a dense batch needs no table"
-    given = ragged.packed_q | ragged.packed_k << 1 | ragged.has_seqused_q << 2 | ragged.has_seqused_k << 3
-    return TableWriter(
-        kernel=get_kernel(SchedulePlan()),
+    return RaggedLaunch(
+        sequences=problem.batch,
         ints=table_ints(problem.batch),
-        given=given,
-        sides=(
-            0 if ragged.packed_q else problem.seqlen_q,
-            0 if ragged.packed_k else problem.seqlen_k,
-            ragged.rows_q if ragged.packed_q else problem.seqlen_q,
-            ragged.rows_k if ragged.packed_k else problem.seqlen_k,
-        ),
+        packed_q=ragged.packed_q,
+        packed_k=ragged.packed_k,
+        rows_q=problem.seqlen_q,
+        rows_k=problem.seqlen_k,
     )
+
+
+def first_entry(padded: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """The first entry of a padded batch, and how many elements lie between two of them."""
+    return padded[0], padded.stride(0)
 
 
 def most_tiles(rows: int, batch: int, tile_rows: int) -> int:
     """An upper bound for the tiles of one head: each sequence, and the rows behind them, may end in a partial tile."""
     return rows // tile_rows + batch + 2
-
-
-def as_batch(tensor: torch.Tensor, is_packed: bool) -> torch.Tensor:
-    """Packed rows (total, heads, cols), or statistics (heads, total), as a batch of one entry; a padded batch as it is."""
-    return tensor.unsqueeze(0) if is_packed else tensor
 
 
 def has_whole_rows(tensor: torch.Tensor) -> bool:
@@ -85,7 +91,17 @@ def with_whole_rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided(tensor.shape, (entry, entry, *inner))
 
 
-def addressable_batch(tensor: torch.Tensor) -> torch.Tensor:
-    """As `addressable`, for the kernels' ragged views: entries are whole rows apart, too."""
-    tensor = with_whole_rows(addressable(tensor))
-    return tensor if has_whole_rows(tensor) else tensor.clone(memory_format=torch.contiguous_format)
+def is_viewable(tensor: torch.Tensor) -> bool:
+    """True for packed rows, and for a padded batch whose entries are whole rows apart."""
+    return tensor.dim() == 3 or has_whole_rows(tensor)
+
+
+def viewable(tensor: torch.Tensor) -> torch.Tensor:
+    """The same elements so that `is_viewable` holds, if that takes no copy."""
+    return tensor if tensor.dim() == 3 else with_whole_rows(tensor)
+
+
+def addressable_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """As `addressable`, for the kernels' ragged views: padded entries are whole rows apart, too."""
+    tensor = viewable(addressable(tensor))
+    return tensor if is_viewable(tensor) else tensor.clone(memory_format=torch.contiguous_format)

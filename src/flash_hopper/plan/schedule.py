@@ -6,25 +6,13 @@ without a used row, owns the rows behind `cu_seqlens[-1]`. `kernels/schedule` wr
 `launch` allocates it.
 """
 
-from dataclasses import dataclass
+from typing import Any
 
 HEADER = 8
 COLUMNS = ("seqlen_q", "seqlen_k", "allocated_q", "allocated_k", "row_q", "row_k", "padded_q", "padded_k")
 COUNTERS = {"forward": 0, "backward_dq": 0, "backward_dkdv": 1}  # which int of the header a kernel draws from
 
 
-@dataclass(frozen=True, slots=True)
-class SchedulePlan:
-    """The prepare kernel has no choices: lengths, and which tensors are given, are run-time values."""
-
-    kind = "schedule"
-
-    @property
-    def name(self) -> str:
-        """Its only name."""
-        return "schedule"
-
-
-def table_ints(batch: int) -> int:
-    """Ints of the table for this many sequences."""
+def table_ints(batch: Any) -> Any:
+    """Ints of the table for this many sequences, on the host or on the device."""
     return HEADER + (len(COLUMNS) + 1) * (batch + 1)

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator
 from flash_hopper.compile.key import Plan
 from flash_hopper.plan.backward import BackwardRequest, plan_backward
 from flash_hopper.plan.forward import plan_forward
-from flash_hopper.plan.schedule import SchedulePlan
 from flash_hopper.testing.bench_suites import BenchShape
 
 
@@ -18,8 +17,6 @@ def plans_of(shapes: Iterable[BenchShape]) -> list[Plan]:
 
 
 def _plans(shape: BenchShape) -> Iterator[Plan]:
-    if shape.is_ragged:
-        yield SchedulePlan()
     if shape.direction == "forward":
         yield plan_forward(shape.problem)
         return

@@ -9,7 +9,6 @@ from dataclasses import replace
 from flash_hopper.compile.key import Plan
 from flash_hopper.plan.backward import BackwardRequest, plan_backward
 from flash_hopper.plan.forward import ForwardPlan, plan_forward
-from flash_hopper.plan.schedule import SchedulePlan
 from flash_hopper.problem.errors import ArgumentError
 from flash_hopper.testing import backward_cases, forward_cases, ragged_cases, window_cases
 from flash_hopper.testing.cases import Case
@@ -73,6 +72,5 @@ def plans_of(cases: Iterable[Case]) -> list[Plan]:
         forward = plan_of(case)
         if forward is None:
             continue
-        prepare = [SchedulePlan()] if forward.is_ragged else []
-        found |= dict.fromkeys([*prepare, forward, *backward_plans_of(case)])
+        found |= dict.fromkeys([forward, *backward_plans_of(case)])
     return list(found)

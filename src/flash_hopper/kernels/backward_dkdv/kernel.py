@@ -22,7 +22,7 @@ from flash_hopper.device.layouts import seqlen_major
 from flash_hopper.device.pipelines import thread_pipeline, tma_pipeline
 from flash_hopper.device.schedulers.mailbox import make_mailbox
 from flash_hopper.device.schedulers.source import Work
-from flash_hopper.device.sequences import make_batch
+from flash_hopper.device.sequences import RaggedArgs, make_batch
 from flash_hopper.geometry.arith import ceil_div
 from flash_hopper.kernels.backward_dkdv.args import DkdvArgs, DkdvAtoms, Pipelines, Resources
 from flash_hopper.kernels.backward_dkdv.consumer import Consumer
@@ -86,7 +86,7 @@ class BackwardDkdvKernel:
         statistics: cute.Tensor,
         accumulator: cute.Tensor | None,
         tile_counter: cute.Tensor | None,
-        table: cute.Tensor | None,
+        ragged: RaggedArgs | None,
         left: Int32 | None,
         right: Int32 | None,
         chunk: Int32 | None,
@@ -96,13 +96,18 @@ class BackwardDkdvKernel:
         stream: cuda.CUstream,
     ):
         """Launch. q: (batch, seqlen_q, heads, head_dim); k, dk, v, dv: (batch, seqlen_k, heads_k, ...), dk and dv float32 if
-        plan.accumulates; dout: (batch, seqlen_q, heads, head_dim_v). Packed sequences are a batch of one. statistics: of the
-        preprocess kernel; accumulator: (batch, heads, rows * plan.tile_hdim) float32, zero, if plan.adds_dq. If
+        plan.accumulates; dout: (batch, seqlen_q, heads, head_dim_v). Of a ragged batch, all without the batch; `ragged` then
+        says how it lies, with an entry for each of them. statistics: of the preprocess kernel; accumulator: (batch, heads, rows * plan.tile_hdim) float32, zero, if plan.adds_dq. If
         plan.adds_dkdv, dk and dv are accumulators, too: (batch, heads_k, keys * head dim of the plan) float32, zero, with
-        keys in whole tiles. tile_counter: (1,) int32, zero, if a dense batch has the dynamic scheduler; table: of a ragged
-        batch, as `plan/schedule.py` says. left, right, chunk: bounds of the mask if it is local or chunk. ctas: at most this
-        many CTAs; section: `heads_per_section`, or `rows_per_section` of a ragged batch."""
+        keys in whole tiles, without an entry in `ragged`. tile_counter: (1,) int32, zero, if a dense batch has the dynamic
+        scheduler. left, right, chunk: bounds of the mask if it is local or chunk. ctas: at most this many CTAs; section:
+        `heads_per_section`, or `rows_per_section` of a ragged batch."""
         plan, batch = self.plan, self.batch
+        table = batch.table(ragged)
+        if const_expr(plan.adds_dkdv):
+            q, k, v, dout = batch.entries((q, k, v, dout), ragged)
+        else:
+            q, k, v, dout, dk, dv = batch.entries((q, k, v, dout, dk, dv), ragged)
         mQ, mK, mV, mdO = (batch.view(t) for t in (q, k, v, dout))
         tiles = tile_layouts(plan)
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
@@ -212,29 +217,29 @@ class BackwardDkdvKernel:
 def placeholder_arguments(plan: BackwardDkdvPlan) -> tuple[Any, ...]:
     """Arguments for `cute.compile`."""
     dtype = ELEMENT_TYPES[plan.dtype]
-    batch, seqlen_q, seqlen_k, heads, heads_k = (placeholders.size() for _ in range(5))
-    batch_k = placeholders.size() if plan.is_ragged else batch  # one side may be packed, the other padded
+    padded_batch = placeholders.size()
+    batch = () if plan.is_ragged else (padded_batch,)
+    seqlen_q, seqlen_k, heads, heads_k = (placeholders.size() for _ in range(4))
     hdim, hdimv = placeholders.head_dim_size(), placeholders.head_dim_size()
-    padded_batch = placeholders.size() if plan.is_ragged else batch
 
     def key_gradient(cols: Any) -> Any:
         if plan.adds_dkdv:
             return placeholders.accumulator(padded_batch, heads_k, DQ_PIECE)
         if plan.accumulates:
-            return summed_tensor(batch_k, seqlen_k, heads_k, cols)
-        return placeholders.heads_tensor(dtype, batch_k, seqlen_k, heads_k, cols)
+            return summed_tensor(*batch, seqlen_k, heads_k, cols)
+        return placeholders.heads_tensor(dtype, *batch, seqlen_k, heads_k, cols)
 
     return (
-        placeholders.heads_tensor(dtype, batch, seqlen_q, heads, hdim),
-        placeholders.heads_tensor(dtype, batch_k, seqlen_k, heads_k, hdim),
-        placeholders.heads_tensor(dtype, batch_k, seqlen_k, heads_k, hdimv),
-        placeholders.heads_tensor(dtype, batch, seqlen_q, heads, hdimv),
+        placeholders.heads_tensor(dtype, *batch, seqlen_q, heads, hdim),
+        placeholders.heads_tensor(dtype, *batch, seqlen_k, heads_k, hdim),
+        placeholders.heads_tensor(dtype, *batch, seqlen_k, heads_k, hdimv),
+        placeholders.heads_tensor(dtype, *batch, seqlen_q, heads, hdimv),
         key_gradient(hdim),
         key_gradient(hdimv),
         placeholders.statistics(padded_batch, heads),
         placeholders.accumulator(padded_batch, heads, DQ_PIECE) if plan.adds_dq else None,
         None if plan.is_ragged else placeholders.tile_counter(plan.scheduler),
-        placeholders.table() if plan.is_ragged else None,
+        placeholders.ragged(tensors=4 if plan.adds_dkdv else 6) if plan.is_ragged else None,
         *placeholders.mask_bounds(plan.mask),
         Float32(1.0),
         Int32(1),

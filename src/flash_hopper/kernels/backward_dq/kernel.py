@@ -22,7 +22,7 @@ from flash_hopper.device.layouts import seqlen_major
 from flash_hopper.device.pipelines import tma_pipeline
 from flash_hopper.device.schedulers.mailbox import make_mailbox
 from flash_hopper.device.schedulers.source import DenseTiles, RaggedTiles, SchedulerWarp, Work
-from flash_hopper.device.sequences import make_batch
+from flash_hopper.device.sequences import RaggedArgs, make_batch
 from flash_hopper.geometry.arith import ceil_div
 from flash_hopper.kernels.backward_dq.args import DqArgs, DqAtoms, Pipelines
 from flash_hopper.kernels.backward_dq.consumer import Consumer
@@ -74,7 +74,7 @@ class BackwardDqKernel:
         dq: cute.Tensor,
         statistics: cute.Tensor,
         tile_counter: cute.Tensor | None,
-        table: cute.Tensor | None,
+        ragged: RaggedArgs | None,
         left: Int32 | None,
         right: Int32 | None,
         chunk: Int32 | None,
@@ -84,11 +84,13 @@ class BackwardDqKernel:
         stream: cuda.CUstream,
     ):
         """Launch. q, dq: (batch, seqlen_q, heads, head_dim), dq float32 if plan.accumulates; k, v: (batch, seqlen_k, heads_k,
-        ...); dout: (batch, seqlen_q, heads, head_dim_v). Packed sequences are a batch of one. statistics: of the preprocess
-        kernel. tile_counter: (1,) int32, zero, if a dense batch has the dynamic scheduler; table: of a ragged batch, as
-        `plan/schedule.py` says. left, right, chunk: bounds of the mask if it is local or chunk. ctas: at most this many
-        CTAs; section: `heads_per_section`, or `rows_per_section` of a ragged batch."""
+        ...); dout: (batch, seqlen_q, heads, head_dim_v). Of a ragged batch, all without the batch; `ragged` then says how it
+        lies, with five entries. statistics: of the preprocess kernel. tile_counter: (1,) int32, zero, if a dense batch has the
+        dynamic scheduler. left, right, chunk: bounds of the mask if it is local or chunk. ctas: at most this many CTAs;
+        section: `heads_per_section`, or `rows_per_section` of a ragged batch."""
         plan, batch = self.plan, self.batch
+        table = batch.table(ragged)
+        q, k, v, dout, dq = batch.entries((q, k, v, dout, dq), ragged)
         mQ, mK, mV, mdO = (batch.view(t) for t in (q, k, v, dout))
         tiles = tile_layouts(plan)
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
@@ -174,20 +176,21 @@ class BackwardDqKernel:
 def placeholder_arguments(plan: BackwardDqPlan) -> tuple[Any, ...]:
     """Arguments for `cute.compile`."""
     dtype = ELEMENT_TYPES[plan.dtype]
-    batch, seqlen_q, seqlen_k, heads, heads_k = (placeholders.size() for _ in range(5))
-    batch_k = placeholders.size() if plan.is_ragged else batch  # one side may be packed, the other padded
+    padded_batch = placeholders.size()
+    batch = () if plan.is_ragged else (padded_batch,)
+    seqlen_q, seqlen_k, heads, heads_k = (placeholders.size() for _ in range(4))
     hdim, hdimv = placeholders.head_dim_size(), placeholders.head_dim_size()
     return (
-        placeholders.heads_tensor(dtype, batch, seqlen_q, heads, hdim),
-        placeholders.heads_tensor(dtype, batch_k, seqlen_k, heads_k, hdim),
-        placeholders.heads_tensor(dtype, batch_k, seqlen_k, heads_k, hdimv),
-        placeholders.heads_tensor(dtype, batch, seqlen_q, heads, hdimv),
-        summed_tensor(batch, seqlen_q, heads, hdim)
+        placeholders.heads_tensor(dtype, *batch, seqlen_q, heads, hdim),
+        placeholders.heads_tensor(dtype, *batch, seqlen_k, heads_k, hdim),
+        placeholders.heads_tensor(dtype, *batch, seqlen_k, heads_k, hdimv),
+        placeholders.heads_tensor(dtype, *batch, seqlen_q, heads, hdimv),
+        summed_tensor(*batch, seqlen_q, heads, hdim)
         if plan.accumulates
-        else placeholders.heads_tensor(dtype, batch, seqlen_q, heads, hdim),
-        placeholders.statistics(placeholders.size() if plan.is_ragged else batch, heads),
+        else placeholders.heads_tensor(dtype, *batch, seqlen_q, heads, hdim),
+        placeholders.statistics(padded_batch, heads),
         None if plan.is_ragged else placeholders.tile_counter(plan.scheduler),
-        placeholders.table() if plan.is_ragged else None,
+        placeholders.ragged(tensors=5) if plan.is_ragged else None,
         *placeholders.mask_bounds(plan.mask),
         Float32(1.0),
         Int32(1),

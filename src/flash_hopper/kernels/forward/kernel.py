@@ -21,12 +21,13 @@ from flash_hopper.device.dsl import (
 from flash_hopper.device.pipelines import tma_pipeline
 from flash_hopper.device.schedulers.mailbox import make_mailbox
 from flash_hopper.device.schedulers.source import DenseTiles, RaggedTiles, SchedulerWarp, Work
-from flash_hopper.device.sequences import make_batch
+from flash_hopper.device.sequences import RaggedArgs, make_batch
 from flash_hopper.geometry.arith import ceil_div
 from flash_hopper.kernels.forward.args import ForwardArgs, ForwardAtoms, Pipelines
 from flash_hopper.kernels.forward.consumer import Consumer
 from flash_hopper.kernels.forward.producer import Producer
 from flash_hopper.kernels.forward.storage import WG_ROWS, TileLayouts, allocate, shared_struct, tile_layouts
+from flash_hopper.kernels.schedule.kernel import ScheduleKernel
 from flash_hopper.plan.forward import ForwardPlan
 from flash_hopper.plan.roles import PRODUCER, SCHEDULER, WARPGROUP, forward_pipelines, roles_of
 from flash_hopper.plan.schedule import COUNTERS
@@ -61,6 +62,7 @@ class ForwardKernel:
         self.plan = plan
         self.batch = make_batch(plan.is_ragged)
         self.roles = roles_of(plan)
+        self.schedule = ScheduleKernel()
         self.scheduler = SchedulerWarp(
             RaggedTiles(plan.tile_m, by_keys=False, is_descending=True, counter=COUNTERS["forward"])
             if plan.is_ragged
@@ -78,7 +80,7 @@ class ForwardKernel:
         out: cute.Tensor,
         lse: cute.Tensor | None,
         tile_counter: cute.Tensor | None,
-        table: cute.Tensor | None,
+        ragged: RaggedArgs | None,
         left: Int32 | None,
         right: Int32 | None,
         chunk: Int32 | None,
@@ -88,11 +90,16 @@ class ForwardKernel:
         stream: cuda.CUstream,
     ):
         """Launch. q: (batch, seqlen_q, heads, head_dim); k, v: (batch, seqlen_k, heads_k, ...); out like q with v's
-        head dim; lse: (batch, heads, seqlen_q) float32 if plan.has_lse. Packed sequences are a batch of one.
-        tile_counter: (1,) int32, zero, if a dense batch has the dynamic scheduler; table: of a ragged batch, as
-        `plan/schedule.py` says. left, right, chunk: bounds of the mask if it is local or chunk. scale: of raw scores, > 0;
-        ctas: at most this many CTAs; section: `heads_per_section`, or `rows_per_section` of a ragged batch."""
+        head dim; lse: (batch, heads, seqlen_q) float32 if plan.has_lse. Of a ragged batch, all without the batch; `ragged` then
+        says how it lies, with five entries and the lengths, from which a kernel in front of this one makes the table.
+        tile_counter: (1,) int32, zero, if a dense batch has the dynamic scheduler. left, right, chunk: bounds of the mask if
+        it is local or chunk. scale: of raw scores, > 0; ctas: at most this many CTAs; section: `heads_per_section`, or
+        `rows_per_section` of a ragged batch."""
         plan, batch = self.plan, self.batch
+        table = batch.table(ragged)
+        if const_expr(plan.is_ragged):
+            self.schedule.launch(table, ragged.lengths, stream)
+        q, k, v, out, lse = batch.entries((q, k, v, out, lse), ragged)
         mQ, mK, mV, mO = (batch.view(t) for t in (q, k, v, out))
         tiles = tile_layouts(plan)
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
@@ -173,21 +180,22 @@ class ForwardKernel:
 def placeholder_arguments(plan: ForwardPlan) -> tuple[Any, ...]:
     """Arguments for `cute.compile`."""
     dtype = ELEMENT_TYPES[plan.dtype]
-    batch, seqlen_q, seqlen_k, heads, heads_k = (placeholders.size() for _ in range(5))
-    batch_k = placeholders.size() if plan.is_ragged else batch  # one side may be packed, the other padded
+    batch = () if plan.is_ragged else (placeholders.size(),)
+    seqlen_q, seqlen_k, heads, heads_k = (placeholders.size() for _ in range(4))
     hdim, hdimv = placeholders.head_dim_size(), placeholders.head_dim_size()
     lse = None
     if plan.has_lse:
-        strides = (cute.sym_int64(), cute.sym_int64(), 1)
-        lse = make_fake_tensor(Float32, (batch, heads, seqlen_q), strides, assumed_align=4)
+        shape = (*batch, heads, seqlen_q)
+        strides = (*(cute.sym_int64() for _ in shape[1:]), 1)
+        lse = make_fake_tensor(Float32, shape, strides, assumed_align=4)
     return (
-        placeholders.heads_tensor(dtype, batch, seqlen_q, heads, hdim),
-        placeholders.heads_tensor(dtype, batch_k, seqlen_k, heads_k, hdim),
-        placeholders.heads_tensor(dtype, batch_k, seqlen_k, heads_k, hdimv),
-        placeholders.heads_tensor(dtype, batch, seqlen_q, heads, hdimv),
+        placeholders.heads_tensor(dtype, *batch, seqlen_q, heads, hdim),
+        placeholders.heads_tensor(dtype, *batch, seqlen_k, heads_k, hdim),
+        placeholders.heads_tensor(dtype, *batch, seqlen_k, heads_k, hdimv),
+        placeholders.heads_tensor(dtype, *batch, seqlen_q, heads, hdimv),
         lse,
         None if plan.is_ragged else placeholders.tile_counter(plan.scheduler),
-        placeholders.table() if plan.is_ragged else None,
+        placeholders.ragged(tensors=5, is_first=True) if plan.is_ragged else None,
         *placeholders.mask_bounds(plan.mask),
         Float32(1.0),
         Int32(1),

@@ -25,7 +25,7 @@ from flash_hopper.device.dsl import (
 from flash_hopper.device.layouts import seqlen_major, stacked, tile_layout
 from flash_hopper.device.pipelines import partition
 from flash_hopper.device.probabilities import clear_rows
-from flash_hopper.device.sequences import RaggedTile, make_batch, sequence_of_row, table_row
+from flash_hopper.device.sequences import RaggedArgs, RaggedTile, make_batch, sequence_of_row, table_row
 from flash_hopper.geometry.arith import ceil_div
 from flash_hopper.geometry.tiles import TileCoord
 from flash_hopper.kernels.backward_dkdv.storage import SWIZZLE_ALIGN, dq_by_thread
@@ -57,14 +57,16 @@ class PostprocessKernel:
         self,
         accumulator: cute.Tensor,
         dq: cute.Tensor,
-        table: cute.Tensor | None,
+        ragged: RaggedArgs | None,
         scale: Float32,
         stream: cuda.CUstream,
     ):
         """accumulator: (batch, heads, rows * plan.tile_hdim) float32; dq: (batch, seqlen_q, heads, head_dim), float32 if
-        plan.accumulates. Of a ragged batch packed sequences are a batch of one; the accumulator is of a batch of one, too,
-        and of padded rows, as `table` (`plan/schedule.py`) says."""
+        plan.accumulates. Of a ragged batch dq is without the batch; `ragged` then says how it lies, with one entry; the
+        accumulator is of a batch of one and of padded rows."""
         plan, batch = self.plan, self.batch
+        table = batch.table(ragged)
+        (dq,) = batch.entries((dq,), ragged)
         layout = tile_layout(PIECE, PIECE, ELEMENT_TYPES[plan.dtype])
         if const_expr(plan.is_ragged):
             blocks = accumulator.shape[2] // (2 * DQ_PIECE)
@@ -184,11 +186,11 @@ class PostprocessKernel:
 def placeholder_arguments(plan: PostprocessPlan) -> tuple[Any, ...]:
     """Arguments for `cute.compile`."""
     batch, heads = placeholders.size(), placeholders.size()
-    shape = placeholders.size() if plan.is_ragged else batch, placeholders.size(), heads, placeholders.head_dim_size()
+    shape = (*(() if plan.is_ragged else (batch,)), placeholders.size(), heads, placeholders.head_dim_size())
     return (
         placeholders.accumulator(batch, heads, 2 * DQ_PIECE),
         summed_tensor(*shape) if plan.accumulates else placeholders.heads_tensor(ELEMENT_TYPES[plan.dtype], *shape),
-        placeholders.table() if plan.is_ragged else None,
+        placeholders.ragged(tensors=1) if plan.is_ragged else None,
         Float32(1.0),
         placeholders.stream(),
     )

@@ -21,8 +21,9 @@ from flash_hopper.device.dsl import (
     cutlass,
     make_fake_tensor,
 )
-from flash_hopper.device.sequences import sequence_of_row, table_row, table_sequences
-from flash_hopper.geometry.arith import ceil_div, minimum
+from flash_hopper.device.sequences import RaggedArgs, make_batch, sequence_of_row, table_row, table_sequences
+from flash_hopper.geometry.arith import ceil_div
+from flash_hopper.kernels.schedule.kernel import ScheduleKernel
 from flash_hopper.plan.backward import PreprocessPlan
 from flash_hopper.plan.schedule import COLUMNS
 
@@ -46,6 +47,8 @@ class PreprocessKernel:
 
     def __init__(self, plan: PreprocessPlan) -> None:
         self.plan = plan
+        self.batch = make_batch(plan.is_ragged)
+        self.schedule = ScheduleKernel()
         self.rows_per_pass = THREADS // plan.threads_per_row
         self.rows_per_cta = self.rows_per_pass * ROWS_PER_THREAD
 
@@ -58,13 +61,18 @@ class PreprocessKernel:
         dlse: cute.Tensor | None,
         statistics: cute.Tensor,
         accumulator: cute.Tensor | None,
-        table: cute.Tensor | None,
+        ragged: RaggedArgs | None,
         stream: cuda.CUstream,
     ):
         """out, dout: (batch, seqlen_q, heads, head_dim_v); lse, dlse: (batch, heads, seqlen_q) float32; statistics:
         (2, batch, heads, rows) float32, rows >= seqlen_q: LSE in base 2, then D; accumulator: (batch, heads,
-        rows * plan.cleared_hdim) float32. Of a ragged batch packed sequences are a batch of one; statistics and accumulator
-        are of a batch of one, too, and of padded rows, as `table` (`plan/schedule.py`) says."""
+        rows * plan.cleared_hdim) float32. Of a ragged batch out, dout, lse and dlse are without the batch; `ragged` then says how
+        it lies, with four entries and the lengths, from which a kernel in front of this one makes the table; statistics and
+        accumulator are of a batch of one and of padded rows."""
+        table = self.batch.table(ragged)
+        if const_expr(self.plan.is_ragged):
+            self.schedule.launch(table, ragged.lengths, stream)
+        out, dout, lse, dlse = self.batch.entries((out, dout, lse, dlse), ragged)
         row_blocks = ceil_div(statistics.shape[3], self.rows_per_cta)
         self.kernel(out, dout, lse, dlse, statistics, accumulator, table, row_blocks).launch(
             grid=[row_blocks * out.shape[2] * statistics.shape[1], 1, 1],
@@ -104,7 +112,7 @@ class PreprocessKernel:
             at = RowPlace(batch, row, row < mO.shape[1])
             if const_expr(table is not None):
                 sequence = self.advance(table, sequence, row)
-                at = self.ragged_place(table, sequence, row, mO.shape[0])
+                at = self.ragged_place(table, sequence, row)
             total = self.row_sum(mO, mdO, at, head, piece)
             if piece == 0 and row < mStatistics.shape[3]:
                 lse, delta = Float32.inf, Float32(0.0)
@@ -140,11 +148,11 @@ class PreprocessKernel:
                 sequence = sequence + 1
         return sequence
 
-    def ragged_place(self, table: cute.Tensor, sequence: Int32, row: Int32, entries: Int32) -> RowPlace:
+    def ragged_place(self, table: cute.Tensor, sequence: Int32, row: Int32) -> RowPlace:
         """Where a padded row of `sequence` comes from."""
         found = table_row(table, sequence)
         seqlen, start, padded = (found[COLUMNS.index(name)] for name in ("seqlen_q", "row_q", "padded_q"))
-        return RowPlace(minimum(sequence, entries - 1), start + row - padded, row - padded < seqlen)
+        return RowPlace(sequence, start + row - padded, row - padded < seqlen)
 
     @cute.jit
     def row_sum(self, mO: cute.Tensor, mdO: cute.Tensor, at: RowPlace, head: Int32, piece: Int32) -> Float32:
@@ -165,21 +173,21 @@ class PreprocessKernel:
 def placeholder_arguments(plan: PreprocessPlan) -> tuple[Any, ...]:
     """Arguments for `cute.compile`."""
     dtype = ELEMENT_TYPES[plan.dtype]
-    batch, seqlen_q, heads = (placeholders.size() for _ in range(3))
+    padded_batch, seqlen_q, heads = (placeholders.size() for _ in range(3))
+    batch = () if plan.is_ragged else (padded_batch,)
     hdimv = placeholders.head_dim_size()
 
     def per_row() -> Any:
-        strides = tuple(cute.sym_int64() for _ in range(3))
-        return make_fake_tensor(Float32, (batch, heads, seqlen_q), strides, assumed_align=4)
+        shape = (*batch, heads, seqlen_q)
+        return make_fake_tensor(Float32, shape, tuple(cute.sym_int64() for _ in shape), assumed_align=4)
 
-    padded_batch = placeholders.size() if plan.is_ragged else batch
     return (
-        placeholders.heads_tensor(dtype, batch, seqlen_q, heads, hdimv),
-        placeholders.heads_tensor(dtype, batch, seqlen_q, heads, hdimv),
+        placeholders.heads_tensor(dtype, *batch, seqlen_q, heads, hdimv),
+        placeholders.heads_tensor(dtype, *batch, seqlen_q, heads, hdimv),
         per_row(),
         per_row() if plan.has_dlse else None,
         placeholders.statistics(padded_batch, heads),
         placeholders.accumulator(padded_batch, heads, CLEARED_MULTIPLE) if plan.cleared_hdim else None,
-        placeholders.table() if plan.is_ragged else None,
+        placeholders.ragged(tensors=4, is_first=True) if plan.is_ragged else None,
         placeholders.stream(),
     )

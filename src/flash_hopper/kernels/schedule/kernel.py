@@ -5,13 +5,12 @@ Values that make no sense are cut so that no kernel leaves its tensors. The orde
 eighth: a counting sort by the logarithm of queries + keys, in no fixed order within a step, on which no result depends.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from flash_hopper.device import placeholders
-from flash_hopper.device.dsl import Int32, SmemAllocator, cuda, cute, cutlass, make_fake_tensor
-from flash_hopper.device.sequences import table_order, table_row, table_sequences
+from flash_hopper.device.dsl import Int32, Int64, SmemAllocator, cuda, cute, cutlass
+from flash_hopper.device.sequences import LengthArgs, device_ints, table_order, table_row, table_sequences
 from flash_hopper.geometry.arith import clamp
-from flash_hopper.plan.schedule import COLUMNS, HEADER, SchedulePlan
+from flash_hopper.plan.schedule import COLUMNS, HEADER
 
 THREADS = 1024
 STEPS = 8  # buckets a power of two
@@ -41,33 +40,21 @@ class Rows(NamedTuple):
 
 
 class ScheduleKernel:
-    """`plan` has no choices."""
+    """Launched by the first kernel of a call, in front of it: see `launch`."""
 
-    def __init__(self, plan: SchedulePlan) -> None:
-        self.plan = plan
-
-    @cute.jit
-    def __call__(
-        self,
-        cu_seqlens_q: cute.Tensor,
-        cu_seqlens_k: cute.Tensor,
-        seqused_q: cute.Tensor,
-        seqused_k: cute.Tensor,
-        table: cute.Tensor,
-        given: Int32,
-        size_q: Int32,
-        size_k: Int32,
-        rows_q: Int32,
-        rows_k: Int32,
-        multiple_q: Int32,
-        multiple_k: Int32,
-        stream: cuda.CUstream,
-    ):
-        """cu_seqlens: (batch + 1,), seqused: (batch,), table: (`table_ints(batch)`,), all int32. `given` has bit 0 to 3 set
-        for the four tensors that a call has; any tensor may stand for the others. Sizes, rows and multiples: see `Side`."""
-        q = Side(cu_seqlens_q, seqused_q, given & 1, given & 4, size_q, rows_q, multiple_q)
-        k = Side(cu_seqlens_k, seqused_k, given & 2, given & 8, size_k, rows_k, multiple_k)
+    def launch(self, table: cute.Tensor, lengths: LengthArgs, stream: cuda.CUstream) -> None:
+        """Called within the host code of another kernel, which reads the table (`table_ints(sequences)`,) that this one
+        writes."""
+        sequences = table_sequences(table) - 1
+        q = self.side(lengths.cu_seqlens_q, lengths.seqused_q, lengths.rows_q, lengths.multiple_q, sequences)
+        k = self.side(lengths.cu_seqlens_k, lengths.seqused_k, lengths.rows_k, lengths.multiple_k, sequences)
         self.kernel(q, k, table).launch(grid=[1, 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=True)
+
+    def side(self, cu_seqlens: Int64, seqused: Int64, rows: Int32, multiple: Int32, sequences: Int32) -> Side:
+        """One side of a call; an address of 0 stands for a tensor that is not there."""
+        is_packed, is_used = Int32(cu_seqlens != 0), Int32(seqused != 0)
+        offsets, used = device_ints(cu_seqlens, sequences + 1), device_ints(seqused, sequences)
+        return Side(offsets, used, is_packed, is_used, rows * (1 - is_packed), rows, multiple)
 
     @cute.kernel
     def kernel(self, q: Side, k: Side, table: cute.Tensor):
@@ -153,9 +140,3 @@ class ScheduleKernel:
         if thread < BUCKETS:
             values[thread] = values[thread] - own
         cute.arch.barrier()
-
-
-def placeholder_arguments(plan: SchedulePlan) -> tuple[Any, ...]:
-    """Arguments for `cute.compile`."""
-    lengths = tuple(make_fake_tensor(Int32, (placeholders.size(),), (1,), assumed_align=4) for _ in range(4))
-    return (*lengths, placeholders.table(), *(Int32(1) for _ in range(7)), placeholders.stream())
