@@ -17,7 +17,8 @@ from flash_hopper.geometry.tiles import TileCoord
 from flash_hopper.plan.schedule import COLUMNS, HEADER, table_ints
 
 TILE = 64
-sequences, numbering, source, schedule = copies(
+warp_sum, sequences, numbering, source, schedule = copies(
+    "flash_hopper.device.warp_sum",
     "flash_hopper.device.sequences",
     "flash_hopper.device.schedulers.numbering",
     "flash_hopper.device.schedulers.source",
@@ -34,7 +35,7 @@ def device(monkeypatch) -> Device:
     MEMORY.clear()
     monkeypatch.setattr(schedule, "device_ints", lambda address, count: MEMORY.get(address, Tensor.of([])))
     monkeypatch.setattr(schedule, "THREADS", schedule.BUCKETS)
-    found = Device(monkeypatch, sequences, numbering, source, schedule)
+    found = Device(monkeypatch, warp_sum, sequences, numbering, source, schedule)
     monkeypatch.setattr(source, "draw", numbering.draw)
     return found
 
@@ -140,10 +141,12 @@ def check_rows(table, sides, multiples):
 
 
 def check_order(table):
-    """Every sequence once; none comes behind one that is shorter by more than an eighth."""
-    order = sequences.table_order(table).values
-    assert sorted(order) == list(range(sequences.table_sequences(table)))
-    lengths = [row["seqlen_q"] + row["seqlen_k"] for row in rows_of(table)]
+    """Every sequence once, with its row; none comes behind one that is shorter by more than an eighth."""
+    order, rows = sequences.table_order(table).values, rows_of(table)
+    assert sorted(order) == list(range(len(rows)))
+    ranked = [sequences.table_ranked_row(table, rank).values for rank in range(len(rows))]
+    assert [list(rows[i].values()) for i in order] == ranked
+    lengths = [row["seqlen_q"] + row["seqlen_k"] for row in rows]
     shortest = max(lengths)
     for sequence in order:
         assert 8 * lengths[sequence] <= 9 * max(shortest, 1), (sequence, lengths[sequence], shortest)

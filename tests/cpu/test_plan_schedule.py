@@ -27,7 +27,7 @@ TILES = st.sampled_from([64, 128, 192, 256])
 
 def test_a_table_has_room_for_its_header_a_row_and_a_place_in_the_order_for_each_sequence_and_the_unused_rows():
     for batch in (0, 1, 2, 31, 32, 62, 993, 2000, 1 << 20):
-        assert table_ints(batch) == HEADER + (batch + 1) * len(COLUMNS) + (batch + 1)
+        assert table_ints(batch) == HEADER + (batch + 1) * len(COLUMNS) * 2 + (batch + 1)
     assert len(set(COLUMNS)) == len(COLUMNS)
     # a row is 32 bytes on a 32-byte boundary: one sector of memory
     assert HEADER % 8 == 0 and len(COLUMNS) == 8

@@ -260,7 +260,7 @@ def make_batch(is_ragged: bool) -> DenseBatch | RaggedBatch:
 
 def table_sequences(table: cute.Tensor) -> Int32:
     """How many sequences a table holds, the last one of unused rows included."""
-    return (table.shape[0] - HEADER) // (len(COLUMNS) + 1)
+    return (table.shape[0] - HEADER) // (2 * len(COLUMNS) + 1)
 
 
 def table_row(table: cute.Tensor, sequence: Int32) -> cute.Tensor:
@@ -268,10 +268,15 @@ def table_row(table: cute.Tensor, sequence: Int32) -> cute.Tensor:
     return cute.make_tensor(table.iterator + HEADER + sequence * len(COLUMNS), cute.make_layout(len(COLUMNS)))
 
 
+def table_ranked_row(table: cute.Tensor, rank: Int32) -> cute.Tensor:
+    """The row of the sequence that is computed so late; 32 bytes, on a boundary of as many."""
+    return table_row(table, table_sequences(table) + rank)
+
+
 def table_order(table: cute.Tensor) -> cute.Tensor:
     """The sequences' numbers in the order of computation."""
     count = table_sequences(table)
-    return cute.make_tensor(table.iterator + HEADER + count * len(COLUMNS), cute.make_layout(count))
+    return cute.make_tensor(table.iterator + HEADER + 2 * count * len(COLUMNS), cute.make_layout(count))
 
 
 @cute.jit

@@ -1,8 +1,8 @@
 """The table of a ragged batch: where a prepare kernel puts what the attention kernels need to know of each sequence.
 
 One flat int32 buffer: `HEADER` ints, of which each kernel of a call takes one as its counter of tiles handed out, all zero;
-then a row of `COLUMNS` ints a sequence; then the sequences' numbers in the order in which they are computed. A last sequence,
-without a used row, owns the rows behind `cu_seqlens[-1]`. `kernels/schedule` writes the table, `device/sequences.py` reads it,
+then a row of `COLUMNS` ints a sequence; then the same rows in the order in which sequences are computed; then the sequences'
+numbers in that order. A last sequence, without a used row, owns the rows behind `cu_seqlens[-1]`. `kernels/schedule` writes the table, `device/sequences.py` reads it,
 `launch` allocates it.
 """
 
@@ -15,4 +15,4 @@ COUNTERS = {"forward": 0, "backward_dq": 0, "backward_dkdv": 1}  # which int of 
 
 def table_ints(batch: Any) -> Any:
     """Ints of the table for this many sequences, on the host or on the device."""
-    return HEADER + (len(COLUMNS) + 1) * (batch + 1)
+    return HEADER + (2 * len(COLUMNS) + 1) * (batch + 1)

@@ -12,7 +12,8 @@ from flash_hopper.device.dsl import Boolean, Int32, cute
 from flash_hopper.device.pipelines import producer_state
 from flash_hopper.device.schedulers.mailbox import TileMailbox
 from flash_hopper.device.schedulers.numbering import draw, make_scheduler
-from flash_hopper.device.sequences import RaggedTile, table_order, table_row, table_sequences
+from flash_hopper.device.sequences import RaggedTile, table_order, table_ranked_row, table_sequences
+from flash_hopper.device.warp_sum import inclusive_sum
 from flash_hopper.geometry.arith import ceil_div
 from flash_hopper.geometry.tiles import TileCoord, sequence_section, tile_coord
 from flash_hopper.plan.roles import TILE_SLOTS, WARP
@@ -112,15 +113,14 @@ class RaggedTiles:
         """The tile of this number; its block is negative if there is none."""
         rank, before = place
         lane = cute.arch.lane_idx()
-        count, order = table_sequences(work.table), table_order(work.table)
-        sequence, own, prefix = Int32(0), Int32(0), Int32(0)
+        count = table_sequences(work.table)
+        own, prefix = Int32(0), Int32(0)
         is_here, is_searching = Boolean(False), Boolean(True)
         while is_searching:
-            sequence, own = Int32(0), Int32(0)
+            own = Int32(0)
             if rank + lane < count:
-                sequence = order[rank + lane]
-                own = self.blocks(table_row(work.table, sequence)) * work.heads
-            prefix = self.inclusive_sum(own, lane)
+                own = self.blocks(table_ranked_row(work.table, rank + lane)) * work.heads
+            prefix = inclusive_sum(own, lane)
             total = cute.arch.shuffle_sync(prefix, offset=WARP - 1)
             is_here = number < before + total
             is_searching = not is_here and rank + WARP < count
@@ -132,7 +132,7 @@ class RaggedTiles:
             # the first lane whose sequences reach past the number
             hit = cute.arch.popc(cute.arch.vote_ballot_sync(before + prefix <= number))
             own_first = before + cute.arch.shuffle_sync(prefix - own, offset=hit)
-            tile = self.tile_of(work, cute.arch.shuffle_sync(sequence, offset=hit), number - own_first)
+            tile = self.tile_of(work, rank + hit, number - own_first)
         return tile, Place(rank, before)
 
     def blocks(self, row: cute.Tensor) -> Int32:
@@ -140,18 +140,9 @@ class RaggedTiles:
         return ceil_div(row[COLUMNS.index("allocated_k" if self.by_keys else "allocated_q")], self.tile_rows)
 
     @cute.jit
-    def inclusive_sum(self, value: Int32, lane: Int32) -> Int32:
-        """The sum over this and all lower lanes."""
-        for step in (1, 2, 4, 8, 16):
-            lower = cute.arch.shuffle_sync_up(value, offset=step, mask_and_clamp=0)
-            if lane >= step:
-                value = value + lower
-        return value
-
-    @cute.jit
-    def tile_of(self, work: Work, sequence: Int32, number: Int32) -> RaggedTile:
-        """Tile `number` of a sequence. A tile without used rows gets a sequence without anything to visit."""
-        row = table_row(work.table, sequence)
+    def tile_of(self, work: Work, rank: Int32, number: Int32) -> RaggedTile:
+        """Tile `number` of the sequence with this rank. A tile without used rows gets a sequence without anything to visit."""
+        row, sequence = table_ranked_row(work.table, rank), table_order(work.table)[rank]
         values = [row[i] for i in range(len(COLUMNS))]
         seqlen_q, seqlen_k = values[0], values[1]
         visited = seqlen_q if self.by_keys else seqlen_k

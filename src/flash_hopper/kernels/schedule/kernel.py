@@ -8,8 +8,17 @@ eighth: a counting sort by the logarithm of queries + keys, in no fixed order wi
 from typing import NamedTuple
 
 from flash_hopper.device.dsl import Int32, Int64, SmemAllocator, cuda, cute, cutlass
-from flash_hopper.device.sequences import LengthArgs, device_ints, table_order, table_row, table_sequences
+from flash_hopper.device.sequences import (
+    LengthArgs,
+    device_ints,
+    table_order,
+    table_ranked_row,
+    table_row,
+    table_sequences,
+)
+from flash_hopper.device.warp_sum import inclusive_sum
 from flash_hopper.geometry.arith import clamp
+from flash_hopper.plan.roles import WARP
 from flash_hopper.plan.schedule import COLUMNS, HEADER
 
 THREADS = 1024
@@ -58,9 +67,11 @@ class ScheduleKernel:
 
     @cute.kernel
     def kernel(self, q: Side, k: Side, table: cute.Tensor):
-        """Rows of the table, with a histogram of their lengths; its prefix sums; the order."""
+        """Rows of the table, with a histogram of their lengths; its prefix sums; the rows in order."""
         thread, _, _ = cute.arch.thread_idx()
-        places = SmemAllocator().allocate_tensor(Int32, cute.make_layout(BUCKETS), 16)
+        memory = SmemAllocator()
+        places = memory.allocate_tensor(Int32, cute.make_layout(BUCKETS), 16)
+        sums = memory.allocate_tensor(Int32, cute.make_layout(BUCKETS // WARP), 16)
         count = table_sequences(table)
         if thread < BUCKETS:
             places[thread] = Int32(0)
@@ -69,25 +80,25 @@ class ScheduleKernel:
         if thread < HEADER:
             table[thread] = Int32(0)
         for i in cutlass.range(thread, count, THREADS, unroll=1):
-            self.write_row(q, k, table, i, count - 1)
-            cute.arch.atomic_add(places.iterator + self.bucket(table, i), Int32(1), sem="relaxed", scope="cta")
+            values = self.values(q, k, i, count - 1)
+            self.write_row(table_row(table, i), values)
+            self.count_in(places, values)
         cute.arch.barrier()
-        self.exclusive_sum(places, thread)
-        order = table_order(table)
+        self.exclusive_sum(places, sums, thread)
         for i in cutlass.range(thread, count, THREADS, unroll=1):
-            place = cute.arch.atomic_add(places.iterator + self.bucket(table, i), Int32(1), sem="relaxed", scope="cta")
-            order[place] = i
+            values = self.values(q, k, i, count - 1)
+            place = self.count_in(places, values)
+            self.write_row(table_ranked_row(table, place), values)
+            table_order(table)[place] = i
         cute.arch.griddepcontrol_launch_dependents()
 
     @cute.jit
-    def write_row(self, q: Side, k: Side, table: cute.Tensor, i: Int32, batch: Int32) -> None:
-        """Sequence i's row; number `batch` owns the rows behind the last sequence."""
+    def values(self, q: Side, k: Side, i: Int32, batch: Int32) -> tuple[Int32, ...]:
+        """Sequence i's row, `COLUMNS` in order; number `batch` owns the rows behind the last sequence."""
         queries, keys = self.rows(q, i, batch), self.rows(k, i, batch)
-        row = table_row(table, i)
-        values = [value for pair in zip(queries, keys, strict=True) for value in pair]
+        values = tuple(value for pair in zip(queries, keys, strict=True) for value in pair)
         assert len(values) == len(COLUMNS)
-        for column, value in enumerate(values):
-            row[column] = value
+        return values
 
     @cute.jit
     def rows(self, side: Side, i: Int32, batch: Int32) -> Rows:
@@ -110,11 +121,20 @@ class ScheduleKernel:
         padded = (before + i * side.multiple) // side.multiple * side.multiple
         return Rows(seqlen, end - first, first, padded)
 
+    def write_row(self, row: cute.Tensor, values: tuple[Int32, ...]) -> None:
+        """A row of the table."""
+        for column, value in enumerate(values):
+            row[column] = value
+
     @cute.jit
-    def bucket(self, table: cute.Tensor, i: Int32) -> Int32:
+    def count_in(self, places: cute.Tensor, values: tuple[Int32, ...]) -> Int32:
+        """Count a sequence in the bucket of its length; what was counted there before."""
+        bucket = self.bucket(values[0] + values[1])
+        return cute.arch.atomic_add(places.iterator + bucket, Int32(1), sem="relaxed", scope="cta")
+
+    @cute.jit
+    def bucket(self, length: Int32) -> Int32:
         """The longer, the lower: 8 steps a power of two of queries + keys."""
-        row = table_row(table, i)
-        length = row[0] + row[1]
         result = Int32(BUCKETS - 1)
         if length > 0:
             power = 31 - Int32(cute.arch.clz(length))
@@ -123,20 +143,19 @@ class ScheduleKernel:
         return result
 
     @cute.jit
-    def exclusive_sum(self, values: cute.Tensor, thread: Int32) -> None:
-        """Each of the `BUCKETS` values becomes the sum of those before it. All threads."""
-        own = Int32(0)
-        if thread < BUCKETS:
+    def exclusive_sum(self, values: cute.Tensor, sums: cute.Tensor, thread: Int32) -> None:
+        """Each of the `BUCKETS` values becomes the sum of those before it; `sums` has room for one a warp of them. All threads."""
+        own, prefix = Int32(0), Int32(0)
+        warp, lane = thread // WARP, thread % WARP
+        if warp < BUCKETS // WARP:
             own = values[thread]
-        for log_step in cutlass.range_constexpr(8):
-            step = 1 << log_step
-            lower = Int32(0)
-            if thread < BUCKETS and thread >= step:
-                lower = values[thread - step]
-            cute.arch.barrier()
-            if thread < BUCKETS:
-                values[thread] = values[thread] + lower
-            cute.arch.barrier()
-        if thread < BUCKETS:
-            values[thread] = values[thread] - own
+            prefix = inclusive_sum(own, lane)
+            if lane == WARP - 1:
+                sums[warp] = prefix
+        cute.arch.barrier()
+        if warp < BUCKETS // WARP:
+            for lower in cutlass.range_constexpr(BUCKETS // WARP):
+                if lower < warp:
+                    prefix = prefix + sums[lower]
+            values[thread] = prefix - own
         cute.arch.barrier()
