@@ -81,7 +81,10 @@ class PreparedBackward:
                     gradient.zero_()
             return gradients
         targets = gradients if into is None else self._with_both(into, k, v)
-        self._launch(Operands(q, k, v, out, lse, dout, dlse, *targets), sequences)
+        passed = addressable if self.ragged is None else addressable_rows
+        self._launch(
+            Operands(passed(q), passed(k), passed(v), passed(out), lse, passed(dout), dlse, *targets), sequences
+        )
         return gradients
 
     def _with_both(self, into: Gradients, k: torch.Tensor, v: torch.Tensor) -> Gradients:
@@ -104,7 +107,6 @@ class PreparedBackward:
     def _launch(self, given: "Operands", sequences: Sequences | None) -> None:
         """All kernels in order."""
         p = self.problem
-        given = given.addressable(is_ragged=self.ragged is not None)
         statistics, accumulator = self._workspace(given.q.device)
         call = None
         if self.ragged is not None:
@@ -113,20 +115,20 @@ class PreparedBackward:
         assert self.preprocess is not None, "something is to be computed"
         self.preprocess(
             given.out, given.dout, given.lse, given.dlse, statistics, accumulator,
-            call and call.args("out", "dout", "lse", "dlse", is_first=True),
+            call and call.args(_OF_PREPROCESS, is_first=True),
         )  # fmt: skip
         if self.dq is not None:
             assert self.plans.dq is not None, "its plan was compiled"
             ctas, section = self._grid(by_keys=False, tile_rows=self.plans.dq.tile_m)
             self.dq(
                 given.q, given.k, given.v, given.dout, given.dq, statistics, self._counter(),
-                call and call.args("q", "k", "v", "dout", "dq"),
+                call and call.args(_OF_DQ),
                 *kernel_bounds(self.mask), p.softmax_scale, ctas, section,
             )  # fmt: skip
         if given.dk is not None and given.dv is not None:
             self._run_dkdv(given, statistics, accumulator, call)
         if self.postprocess is not None:
-            self.postprocess(accumulator, given.dq, call and call.args("dq"), p.softmax_scale)
+            self.postprocess(accumulator, given.dq, call and call.args(_DQ), p.softmax_scale)
 
     def _run_dkdv(
         self,
@@ -139,41 +141,42 @@ class PreparedBackward:
         p, plan = self.problem, self.plans.dkdv
         assert self.dkdv is not None and plan is not None, "dK and dV are asked for"
         dk_target, dv_target = given.dk, given.dv
-        rows: tuple[str, ...] = ("q", "k", "v", "dout", "dk", "dv")
+        rows = _OF_DKDV
         if plan.adds_dkdv:
             entries, keys = self._padded(p.seqlen_k, p.rows_k, plan.tile_n)
             dk_target, dv_target = (
                 torch.zeros((entries, p.heads_k, keys * cols), dtype=torch.float32, device=given.q.device)
                 for cols in (plan.tile_hdim, plan.tile_hdimv)
             )
-            rows = rows[:4]
+            rows = _INPUTS_OF_DKDV
         ctas, section = self._grid(by_keys=True, tile_rows=plan.tile_n)
         self.dkdv(
             given.q, given.k, given.v, given.dout, dk_target, dv_target, statistics, accumulator, self._counter(),
-            call and call.args(*rows), *kernel_bounds(self.mask), p.softmax_scale, ctas, section,
+            call and call.args(rows), *kernel_bounds(self.mask), p.softmax_scale, ctas, section,
         )  # fmt: skip
         if self.postprocess_dk is not None and self.postprocess_dv is not None:
-            self.postprocess_dk(dk_target, given.dk, call and call.args("dk"), p.softmax_scale)
-            self.postprocess_dv(dv_target, given.dv, call and call.args("dv"), 1.0)
+            self.postprocess_dk(dk_target, given.dk, call and call.args(_DK), p.softmax_scale)
+            self.postprocess_dv(dv_target, given.dv, call and call.args(_DV), 1.0)
 
     def _ragged_call(
         self, launch: RaggedLaunch, given: "Operands", sequences: Sequences
     ) -> "tuple[Operands, RaggedCall]":
         """Operands as the kernels of a ragged batch take them, and what these are told beside them."""
-        entries = dict.fromkeys(Operands._fields, 0)
-        first = {}
-        for name, tensor in zip(Operands._fields, given, strict=True):
-            is_packed = launch.packed_k if name in _OF_KEYS else launch.packed_q
-            if tensor is not None and not is_packed:
-                first[name], entries[name] = first_entry(tensor)
-        lengths = launch.lengths(sequences, self._row_multiple, self._key_multiple)
-        call = RaggedCall(launch.table(self.device_index), launch.sequences, entries, lengths)
-        return given._replace(**first), call
+        table, lengths = launch.table(self.device_index), launch.lengths(sequences, *self._multiples)
+        entries = [0] * len(given)
+        if not (launch.packed_q and launch.packed_k):
+            is_packed = {"q": launch.packed_q, "k": launch.packed_k}
+            found: list[Any] = list(given)
+            for i, (tensor, side) in enumerate(zip(given, _SIDES, strict=True)):
+                if tensor is not None and not is_packed[side]:
+                    found[i], entries[i] = first_entry(tensor)
+            given = Operands(*found)
+        return given, RaggedCall(table, launch.sequences, entries, lengths)
 
     def _workspace(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Statistics (2, batch, heads, rows) and, if dQ is added up, its accumulator; float32, linear in the rows of q."""
         p, dkdv = self.problem, self.plans.dkdv
-        entries, rows = self._padded(p.seqlen_q, p.rows_q, self._row_multiple)
+        entries, rows = self._padded(p.seqlen_q, p.rows_q, self._multiples[0])
         statistics = torch.empty((2, entries, p.heads, rows), dtype=torch.float32, device=device)
         if dkdv is None or not dkdv.adds_dq:
             return statistics, None
@@ -188,14 +191,10 @@ class PreparedBackward:
         return 1, (rows + (self.problem.batch + 1) * multiple) // multiple * multiple
 
     @property
-    def _row_multiple(self) -> int:
-        """What the first padded row of a sequence's queries is a multiple of."""
-        return STATISTICS_ROWS if self.plans.dkdv is None else self.plans.dkdv.tile_m
-
-    @property
-    def _key_multiple(self) -> int:
-        """The same of its keys."""
-        return 1 if self.plans.dkdv is None else self.plans.dkdv.tile_n
+    def _multiples(self) -> tuple[int, int]:
+        """What the first padded row of a sequence's queries, and of its keys, is a multiple of."""
+        dkdv = self.plans.dkdv
+        return (STATISTICS_ROWS, 1) if dkdv is None else (dkdv.tile_m, dkdv.tile_n)
 
     def _grid(self, by_keys: bool, tile_rows: int) -> tuple[int, int]:
         """How many CTAs may run, and how many heads (of a ragged batch: rows) run side by side, for tiles of queries or of
@@ -233,28 +232,39 @@ class Operands(NamedTuple):
     dk: torch.Tensor | None
     dv: torch.Tensor | None
 
-    def addressable(self, is_ragged: bool) -> "Operands":
-        """The same with copies of those inputs that the kernels' views cannot address."""
-        passed = addressable_rows if is_ragged else addressable
-        q, k, v, out, dout = map(passed, (self.q, self.k, self.v, self.out, self.dout))
-        return self._replace(q=q, k=k, v=v, out=out, dout=dout)
+
+_SIDES = ["k" if name in ("k", "v", "dk", "dv") else "q" for name in Operands._fields]
 
 
-_OF_KEYS = ("k", "v", "dk", "dv")
+def _places(*names: str) -> tuple[int, ...]:
+    """Where these are in `Operands`."""
+    return tuple(map(Operands._fields.index, names))
+
+
+_OF_PREPROCESS = _places("out", "dout", "lse", "dlse")
+_OF_DQ = _places("q", "k", "v", "dout", "dq")
+_OF_DKDV = _places("q", "k", "v", "dout", "dk", "dv")
+_INPUTS_OF_DKDV = _OF_DKDV[:4]
+_DQ, _DK, _DV = _places("dq"), _places("dk"), _places("dv")
 
 
 class RaggedCall(NamedTuple):
-    """What the kernels of one ragged call are told beside tensors. entries: by the names of `Operands`."""
+    """What the kernels of one ragged call are told beside tensors. entries: in the order of `Operands`."""
 
     table: torch.Tensor
     sequences: int
-    entries: dict[str, int]
+    entries: list[int]
     lengths: tuple[int, ...]
 
-    def args(self, *names: str, is_first: bool = False) -> RaggedArgs:
-        """For a kernel with these operands; the first one gets the lengths."""
-        entries = tuple(self.entries[name] for name in names)
-        return self.table.data_ptr(), self.sequences, entries, self.lengths if is_first else None
+    def args(self, places: tuple[int, ...], is_first: bool = False) -> RaggedArgs:
+        """For a kernel with the operands in these places; the first one gets the lengths."""
+        entries = self.entries
+        return (
+            self.table.data_ptr(),
+            self.sequences,
+            tuple([entries[i] for i in places]),
+            self.lengths if is_first else None,
+        )
 
 
 @lru_cache(maxsize=4096)

@@ -103,5 +103,8 @@ def viewable(tensor: torch.Tensor) -> torch.Tensor:
 
 def addressable_rows(tensor: torch.Tensor) -> torch.Tensor:
     """As `addressable`, for the kernels' ragged views: padded entries are whole rows apart, too."""
-    tensor = viewable(addressable(tensor))
-    return tensor if is_viewable(tensor) else tensor.clone(memory_format=torch.contiguous_format)
+    tensor = addressable(tensor)
+    if tensor.dim() == 3:
+        return tensor
+    tensor = with_whole_rows(tensor)
+    return tensor if has_whole_rows(tensor) else tensor.clone(memory_format=torch.contiguous_format)
