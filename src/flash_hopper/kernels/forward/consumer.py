@@ -144,6 +144,8 @@ class Consumer:
                 skipped = own_part.behind + part.before
                 k_state = self.jump(k_state, skipped)
                 self.issue_first(atoms, pipes, frags, tile, q_state, k_state, wg)
+            self.epilogue.begin(softmax, own, own_part.first_row, wg, thread)
+            if const_expr(plan.looks_ahead):
                 warpgroup.wait_group(1)  # PV done, the first scores may still be computed
             else:
                 warpgroup.wait_group(0)
@@ -152,9 +154,8 @@ class Consumer:
                 k_state, v_state = self.skip(pipes, k_state, v_state, own_part.behind, wg)
             if const_expr(not plan.o_aliases_q):
                 pipes.q.consumer_release(own_q)
-            self.epilogue.normalise(frags.acc_O, softmax, own, own_part.first_row)
             slot = own_q.index * plan.consumer_warpgroups + wg if const_expr(plan.o_aliases_q) else wg
-            self.epilogue.store_o(args, atoms, shared.sO[None, None, slot], frags.acc_O, own, wg, thread)
+            self.epilogue.store_o(args, atoms, shared.sO[None, None, slot], frags.acc_O, softmax, own, wg, thread)
             if const_expr(plan.looks_ahead):
                 k_state = self.finish_first(pipes, tile, k_state)
                 frags.acc_O.fill(0.0)

@@ -26,9 +26,9 @@ class Epilogue:
         self.batch = make_batch(plan.is_ragged)
 
     @cute.jit
-    def normalise(self, acc_o: cute.Tensor, softmax: SoftmaxState, tile: Any, first_row: Int32) -> None:
-        """Finish the row sums (deferred reduction) and divide O by them; a row without keys, and one that is allocated but
-        not used, becomes 0.
+    def begin(self, softmax: SoftmaxState, tile: Any, first_row: Int32, warpgroup: Int32, thread: Int32) -> None:
+        """What need not wait for the last PV: finish the row sums (deferred reduction) and their reciprocals, and free the
+        buffer of O. A row without keys, and one that is allocated but not used, gets a factor of 0.
 
         Leaves the full sums in `softmax.row_sum` and the factors in `softmax.rescale`.
         """
@@ -38,7 +38,9 @@ class Epilogue:
                 total = cutlass.select_(first_row + 8 * r < tile.seqlen_q, total, Float32(0.0))
             softmax.row_sum[r] = total
             softmax.rescale[r] = cutlass.select_(total == 0.0, Float32(0.0), cute.arch.rcp_approx(total))
-        scale_rows(acc_as_rows(acc_o), softmax.rescale)
+        if cute.arch.make_warp_uniform(thread // 32) == 0:
+            self.wait_stored()  # the store of the tile before still reads the buffer
+        epilogue_sync(warpgroup)  # ... and nobody writes it until that store is done
 
     @cute.jit
     def store_lse(self, args: ForwardArgs, softmax: SoftmaxState, tile: Any, first_row: Int32, lane: Int32):
@@ -60,20 +62,20 @@ class Epilogue:
         atoms: ForwardAtoms,
         sO: cute.Tensor,
         acc_o: cute.Tensor,
+        softmax: SoftmaxState,
         tile: Any,
         warpgroup: Int32,
         thread: Int32,
     ) -> None:
-        """Stage O in sO, (64, tile_hdimv), and start its store; `wait_stored` says when the buffer may be written again."""
+        """Normalise O, stage it in sO, (64, tile_hdimv), and start its store; `wait_stored` says when the buffer may be written
+        again. After `begin`."""
+        scale_rows(acc_as_rows(acc_o), softmax.rescale)
         dtype = ELEMENT_TYPES[self.plan.dtype]
         store_matrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), dtype)
         r2s = cute.make_tiled_copy_C(store_matrix, atoms.mma_pv).get_slice(thread)
         rO = cute.make_rmem_tensor_like(acc_o, dtype)
         rO.store(acc_o.load().to(dtype))
         is_first_warp = cute.arch.make_warp_uniform(thread // 32) == 0
-        if is_first_warp:
-            self.wait_stored()  # the store of the tile before still reads the buffer
-        epilogue_sync(warpgroup)  # ... and nobody writes it until that store is done
         cute.copy(r2s, r2s.retile(rO), r2s.partition_D(sO))
         cute.arch.fence_proxy("async.shared", space="cta")  # these writes, before the TMA store reads them
         epilogue_sync(warpgroup)  # ... from all threads of the warpgroup
