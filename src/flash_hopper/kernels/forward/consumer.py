@@ -73,6 +73,7 @@ class Cursors(NamedTuple):
     q: Any
     k: Any
     v: Any
+    held: Any  # the tile before's position in Q, if its buffer holds O
 
 
 class Consumer:
@@ -126,11 +127,8 @@ class Consumer:
                 self.issue_first(atoms, pipes, frags, tile, q_state, k_state, wg)
                 frags.acc_O.fill(0.0)
                 k_state = self.finish_first(pipes, tile, k_state)
-            if const_expr(plan.o_aliases_q and plan.q_stages > 1):
-                if holds:
-                    self.release_held(pipes, held, thread)
             k_state, v_state = self.tile(
-                args, atoms, pipes, frags, softmax, part, Cursors(q_state, k_state, v_state), wg
+                args, atoms, pipes, frags, softmax, part, Cursors(q_state, k_state, v_state, held), holds, wg, thread
             )
             own, own_part, own_q, own_v = tile, part, q_state.clone(), v_state.clone()
             q_state.advance()
@@ -239,19 +237,26 @@ class Consumer:
         softmax: SoftmaxState,
         part: Part,
         cursors: Cursors,
+        holds: Boolean,
         wg: Int32,
+        thread: Int32,
     ) -> tuple[Any, Any]:
         """From a tile's first scores to its last PV, which is issued and not waited for; returns the K and V cursors."""
         plan, blocks = self.plan, part.blocks
-        q_state, k_state, v_state = cursors
+        q_state, k_state, v_state, held = cursors
         q_slot = q_state.index * plan.consumer_warpgroups + wg
         last = blocks.end - 1
-        is_masked = last >= blocks.inner_end
+        is_cut_left = last < blocks.inner_start if const_expr(self.is_windowed) else False
+        if const_expr(plan.negates_scores):
+            self.negate_scores(frags)
         if const_expr(self.is_windowed):
-            is_masked = is_masked or last < blocks.inner_start
-        self.prepare_scores(args, frags, part, last, is_masked, self.ends)
+            self.mask_scores(args, frags, part, last, is_cut_left, BOTH)
+        self.mask_scores(args, frags, part, last, not is_cut_left and last >= blocks.inner_end, RIGHT)
         update(softmax, acc_as_rows(frags.acc_S), args.scale_log2, True)
         to_operand(frags.acc_S, frags.tOrP, plan.dtype)
+        if const_expr(plan.o_aliases_q and plan.q_stages > 1):
+            if holds:  # by now the store has read it
+                self.release_held(pipes, held, thread)
         # steady state: blocks cut on the right, whole blocks, blocks cut on the left
         cut = Int32(0)  # without a mask only the first block can reach past the last key
         if const_expr(plan.mask != "full"):
@@ -334,7 +339,10 @@ class Consumer:
         warpgroup.wait_group(1)  # QK done, PV may still run
         pipes.k.consumer_release(k_state)
         k_state.advance()
-        self.prepare_scores(args, frags, part, n_block, ends != UNCUT, ends)
+        if const_expr(self.plan.negates_scores):
+            self.negate_scores(frags)
+        if const_expr(ends != UNCUT):
+            self.mask_scores(args, frags, part, n_block, True, ends)
         moves = update(softmax, acc_as_rows(frags.acc_S), args.scale_log2, False)
         warpgroup.wait_group(0)  # PV done: V is free, and P may be overwritten
         pipes.v.consumer_release(v_state)
@@ -345,15 +353,18 @@ class Consumer:
         return k_state, v_state
 
     @cute.jit
-    def prepare_scores(
-        self, args: ForwardArgs, frags: Fragments, part: Part, n_block: Int32, is_masked: Any, ends: Constexpr[Ends]
+    def negate_scores(self, frags: Fragments) -> None:
+        """For a negative scale: the softmax knows positive ones only."""
+        for i in cutlass.range_constexpr(cute.size(frags.acc_S)):
+            frags.acc_S[i] = -frags.acc_S[i]
+
+    @cute.jit
+    def mask_scores(
+        self, args: ForwardArgs, frags: Fragments, part: Part, n_block: Int32, is_cut: Any, ends: Constexpr[Ends]
     ) -> None:
-        """Sign and mask: what a score is before the softmax sees it."""
+        """If `is_cut`, hide what the rows do not see of a block that what they see may end in, on the left or right."""
         plan = self.plan
-        rows = acc_as_rows(frags.acc_S)
-        if const_expr(plan.negates_scores):
-            for i in cutlass.range_constexpr(cute.size(frags.acc_S)):
-                frags.acc_S[i] = -frags.acc_S[i]
-        if is_masked:
+        if is_cut:
             visible = tuple(visible_keys(part.first_row + 8 * r, part.lengths, args.mask(plan.mask)) for r in (0, 1))
-            mask_columns(rows, visible, n_block * plan.tile_n + part.lane_col, ends.left, ends.right)
+            columns = n_block * plan.tile_n + part.lane_col
+            mask_columns(acc_as_rows(frags.acc_S), visible, columns, ends.left, ends.right)
