@@ -45,14 +45,15 @@ class ForwardKernel:
     |---|---|---|---|---|
     | tile | 2 | scheduler lane, 1 arrival | coordinates, lengths | 1 arrival a consumer warp and the producer, when read |
     | q | plan.q_stages | TMA, one load a warpgroup | tile_m x tile_hdim | 1 a consumer warp, after the last QK (or after O's store has read the buffer, if O is staged there) |
-    | k | plan.kv_stages | TMA | tile_n x tile_hdim | 1 a consumer warp, when QK is done |
-    | v | plan.kv_stages | TMA | tile_n x tile_hdimv | 1 a consumer warp, when PV is done |
+    | k | plan.kv_stages | TMA | tile_n x tile_hdim | 1 a consumer warp, when QK is done, or by the producer in its place |
+    | v | plan.kv_stages | TMA | tile_n x tile_hdimv | 1 a consumer warp, when PV is done, or by the producer in its place |
 
     Scheduler, per tile: post it, wait until everybody has started on it, find the next. Producer, per tile: load Q, K(last);
     per block: K(j - 1), V(j); V(first).
     Consumer, per tile: QK(last), softmax; per block: QK(j - 1) and PV(j) issued in its turn, softmax(j - 1), rescale O
-    if the reference moved; PV(0); normalise, store O and LSE. A warpgroup skips the blocks at both ends of the tile's that
-    its rows cannot see.
+    if the reference moved; PV(0); normalise, store O and LSE. With `plan.looks_ahead` QK(last) of the next tile is issued
+    behind PV(0). A warpgroup skips the blocks at both ends of the tile's that its rows cannot see; with `plan.frees_unseen`
+    the producer frees their stages in its place.
 
     Programmatic dependent launch: every thread waits for the previous kernel before its first access to global memory;
     the next kernel may start its set-up when this one's producers are done.
