@@ -4,47 +4,63 @@ import pickle
 import re
 from pathlib import Path
 
+from machine_code import instructions_of
+
 from flash_hopper.compile.build import build
 from flash_hopper.compile.disk import DiskCache
-from flash_hopper.compile.inspect import KernelReport, examine
+from flash_hopper.compile.inspect import KernelReport
 from flash_hopper.compile.parallel import map_plans
+
+GROUP = 8  # kernels that are disassembled together
 
 
 class CompiledKernels:
-    """Compiles on demand into a folder that several processes may share."""
+    """Compiles on demand into a folder that several processes may share, with the kernels that `plans` has beside it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, plans=()) -> None:
         self.folder = folder
+        self._groups = [tuple(plans[i : i + GROUP]) for i in range(0, len(plans), GROUP)]
+        self._group_of = {plan: group for group in self._groups for plan in group}
         self._reports: dict[str, KernelReport] = {}
 
-    def prepare(self, plans) -> None:
+    def prepare(self) -> None:
         """Compile with all cores what will be asked for."""
-        if len(plans) > 1:
-            map_plans(_ensure, plans, None, None, str(self.folder))
+        if len(self._groups) > 1:
+            map_plans(_ensure, self._groups, None, None, str(self.folder))
 
     def report(self, plan) -> KernelReport:
         if plan.name not in self._reports:
-            self._reports[plan.name] = pickle.loads(_ensure(plan, str(self.folder)).read_bytes())
+            self._reports[plan.name] = pickle.loads(self._file(plan, ".report").read_bytes())
         return self._reports[plan.name]
 
     def object_file(self, plan) -> Path:
-        return _ensure(plan, str(self.folder)).with_suffix(".o")
+        return self._file(plan, ".o")
 
     def parameters(self, plan) -> list[int]:
         """Bytes of each parameter of the plan's kernel, in order, not of the one that writes a table in front of it."""
-        return pickle.loads(_ensure(plan, str(self.folder)).with_suffix(".parameters").read_bytes())
+        return pickle.loads(self._file(plan, ".parameters").read_bytes())
+
+    def _file(self, plan, suffix: str) -> Path:
+        _ensure(self._group_of.get(plan, (plan,)), str(self.folder))
+        return _path(plan, str(self.folder), suffix)
 
 
-def _ensure(plan, folder: str) -> Path:
-    """The file with the report of a plan; its object lies beside it."""
-    path = Path(folder) / f"{plan.name}.report"
-    with DiskCache(Path(folder)).locked(plan.name):
-        if not path.exists():
-            built = build(plan, artifacts=True, strict=False)
-            path.with_suffix(".o").write_bytes(built.object_code)
-            path.with_suffix(".parameters").write_bytes(pickle.dumps(_parameter_bytes(built.ptx)))
-            path.write_bytes(pickle.dumps(examine(built)))
-    return path
+def _path(plan, folder: str, suffix: str) -> Path:
+    return Path(folder) / f"{plan.name}{suffix}"
+
+
+def _ensure(plans, folder: str) -> None:
+    """The files of a group, the reports last."""
+    with DiskCache(Path(folder)).locked(plans[0].name):
+        missing = [plan for plan in plans if not _path(plan, folder, ".report").exists()]
+        kernels = [build(plan, artifacts=True, strict=False) for plan in missing]
+        counts = instructions_of([built.cubin for built in kernels]) if kernels else []
+        for plan, built, by_kernel in zip(missing, kernels, counts, strict=True):
+            _path(plan, folder, ".o").write_bytes(built.object_code)
+            _path(plan, folder, ".parameters").write_bytes(pickle.dumps(_parameter_bytes(built.ptx)))
+            sizes = len(built.cubin), len(built.object_code)
+            report = KernelReport(built.symbol, built.report, by_kernel, *sizes, built.seconds)
+            _path(plan, folder, ".report").write_bytes(pickle.dumps(report))
 
 
 _PARAMETER = re.compile(r"\.param (?:\.align \d+ )?\.[a-z](\d+) \w+(?:\[(\d+)\])?")

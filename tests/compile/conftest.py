@@ -37,9 +37,9 @@ def kernels(tmp_path_factory, request):
 
     base = tmp_path_factory.getbasetemp()
     is_alone = "PYTEST_XDIST_WORKER" not in os.environ
-    shelf = CompiledKernels((base if is_alone else base.parent) / "kernels")
+    calls = (item.callspec.params for item in request.session.items if hasattr(item, "callspec"))
+    plans = list(dict.fromkeys(params["plan"] for params in calls if "plan" in params))
+    shelf = CompiledKernels((base if is_alone else base.parent) / "kernels", plans)
     if is_alone:
-        # parallel test workers share the work by themselves
-        calls = (item.callspec.params for item in request.session.items if hasattr(item, "callspec"))
-        shelf.prepare(list(dict.fromkeys(params["plan"] for params in calls if "plan" in params)))
+        shelf.prepare()  # parallel test workers share the work by themselves
     return shelf

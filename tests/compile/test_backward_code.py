@@ -54,7 +54,7 @@ def every_plan():
     for dims in ROWS:
         found += backward_plans(dims, "local")
         found += backward_plans(dims, "chunk", is_ragged=True)
-        found += backward_plans(dims, "local", is_ragged=True, accumulates=True)
+        found += backward_plans(dims, "causal", is_ragged=True, accumulates=True)
     found += [plan for dims in ROWS[:2] for plan in backward_plans(dims, "full", is_ragged=True)]
     found += backward_plans(ROWS[0], "local", accumulates=True)
     found += [plan for dims in DIFFERENT for plan in backward_plans(dims, "causal")]

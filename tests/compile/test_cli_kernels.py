@@ -1,6 +1,8 @@
 """The commands `inspect`, `compile` and `cache` on the real kernels."""
 
 import re
+import shutil
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -12,6 +14,7 @@ from flash_hopper.compile import sass
 from flash_hopper.compile.disk import OBJECT, DiskCache
 from flash_hopper.compile.packfile import open_pack
 from flash_hopper.compile.presets import PRESETS, forward_plans, preset_plans
+from flash_hopper.compile.store import KernelStore
 from flash_hopper.problem.dtypes import DType
 from flash_hopper.problem.errors import ArgumentError, CacheError, FlashHopperError, MissingDependencyError
 from flash_hopper.testing.suites import plans_of, suite
@@ -26,6 +29,14 @@ def run(*arguments: str) -> str:
         raise result.exception
     assert result.exit_code == 0, result.output
     return result.output
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory) -> Path:
+    """A cache that holds the one plan."""
+    folder = tmp_path_factory.mktemp("filled") / "cache"
+    KernelStore(folder).ensure(PLAN)
+    return folder
 
 
 @pytest.fixture
@@ -54,8 +65,8 @@ def test_compile_fills_the_cache_which_can_be_listed_verified_and_cleared(cache,
     assert cache.stems() == [] and "0 kernels" in run("cache", "list")
 
 
-def test_clearing_old_kernels_keeps_those_of_the_present_sources(cache, one_plan, monkeypatch):
-    run("compile", "--preset", "paper", "--jobs", "1")
+def test_clearing_old_kernels_keeps_those_of_the_present_sources(cache, filled):
+    shutil.copytree(filled, cache.folder)
     (current,) = cache.stems()
     for suffix in (".o", ".so", ".json"):
         cache.path("forward_old-0123", suffix).write_bytes(b"")
@@ -63,7 +74,8 @@ def test_clearing_old_kernels_keeps_those_of_the_present_sources(cache, one_plan
     assert cache.stems() == [current]
 
 
-def test_compile_with_out_writes_a_pack_that_holds_the_plans(cache, one_plan, tmp_path):
+def test_compile_with_out_writes_a_pack_that_holds_the_plans(cache, filled, one_plan, tmp_path):
+    shutil.copytree(filled, cache.folder)
     out = tmp_path / "kernels.so"
     assert f"{settings.PACK}={out}" in run("compile", "--preset", "paper", "--out", str(out), "--jobs", "1").replace(
         "\n", ""

@@ -199,12 +199,12 @@ def searched(device: Device, tiles, work, grid: int) -> Posted:
 
 SEARCHES = {
     "one sequence": ([200], [300]),
-    "31": (drawn(31, 150, 1), drawn(31, 150, 2)),
-    "32": (drawn(32, 150, 3), drawn(32, 150, 4)),
-    "62, the first 40 empty": ([0] * 40 + [70] * 22, [5] * 62),
+    "31": (drawn(31, 70, 1), drawn(31, 70, 2)),
+    "32": (drawn(32, 70, 3), drawn(32, 70, 4)),
+    "62, the first 40 empty": ([0] * 40 + [5] * 22, [5] * 62),
     "97, all empty but one": ([0] * 96 + [130], [0] * 97),
     "all empty": ([0] * 33, [0] * 33),
-    "one long and many short": ([3] * 20 + [1500] + [1] * 20, [120] * 41),
+    "one long and many short": ([3] * 20 + [1500] + [1] * 20, [20] * 41),
 }
 
 
@@ -212,7 +212,7 @@ SEARCHES = {
 @pytest.mark.parametrize("name", SEARCHES)
 def test_every_tile_of_every_sequence_is_found_once_with_its_lengths(name, grid, by_keys, device):
     used_q, used_k = SEARCHES[name]
-    gaps = [i % 3 * 40 for i in range(len(used_q))]
+    gaps = [i % 5 // 4 * 80 for i in range(len(used_q))]
     q, k = Lengths(used_q, gaps, unused=70), Lengths(used_k, gaps, unused=10)
     table = prepared(device, q, k)
     heads, counter = 2, 3

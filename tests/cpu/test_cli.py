@@ -1,5 +1,6 @@
 """The command line: every command explains itself quickly, refuses by name, and shows what it computed."""
 
+import functools
 import json
 import subprocess
 import sys
@@ -146,7 +147,10 @@ def test_demo_without_a_gpu_checks_values_and_gradients_and_compiles_the_kernel(
         assert part in shown
 
 
-def test_demo_reads_the_tensors_that_it_writes(tmp_path):
+def test_demo_reads_the_tensors_that_it_writes(tmp_path, monkeypatch):
+    from flash_hopper.compile import build
+
+    monkeypatch.setattr(build, "build", functools.cache(build.build))  # both runs show the same kernels
     file = tmp_path / "tensors.safetensors"
     small("--save", str(file), "--dtype", "fp32")
     shown = small("--input", str(file), "--dtype", "fp32")
@@ -154,7 +158,8 @@ def test_demo_reads_the_tensors_that_it_writes(tmp_path):
     assert "22 passed, 0 failed" in shown
 
 
-def test_demo_takes_any_text(tmp_path):
+def test_demo_takes_any_text(tmp_path, monkeypatch):
+    monkeypatch.setattr("flash_hopper.cli.demo._show_kernels", lambda *_: None)
     text = tmp_path / "short.txt"
     text.write_text("to be or not to be")
     assert f"transformer block on {text}" in small("--text", str(text))

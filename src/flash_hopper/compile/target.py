@@ -58,12 +58,6 @@ def host() -> str:
     return platform.machine()
 
 
-def compile_options(report_file: Path, dump_dir: Path | None = None) -> str:
-    """Options string for the DSL. `report_file` receives what ptxas says; with `dump_dir` PTX and cubin are kept."""
-    options = f"--enable-tvm-ffi --gpu-arch {GPU_ARCH} remarks{{ptx}} --remark-output {report_file}"
-    return options if dump_dir is None else f"{options} --keep-ptx --keep-cubin --dump-dir {dump_dir}"
-
-
 @lru_cache(maxsize=1)
 def driver_cuda_version() -> tuple[int, int] | None:
     """(major, minor) of the newest CUDA that the installed driver serves; None where there is no driver."""
