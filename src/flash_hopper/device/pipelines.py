@@ -3,6 +3,7 @@
 from typing import Any
 
 from flash_hopper.device.dsl import cute, pipeline
+from flash_hopper.device.ptx import await_phase
 from flash_hopper.plan.roles import PipelineSpec
 from flash_hopper.problem.errors import CompileError
 
@@ -45,6 +46,16 @@ def producer_state(stages: int) -> pipeline.PipelineState:
 def consumer_state(stages: int) -> pipeline.PipelineState:
     """Cursor of the draining side."""
     return pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, stages)
+
+
+def await_full(pipe: Any, state: Any) -> None:
+    """Consumer: until the stage is full. As `pipe.consumer_wait`, for inner loops (`ptx.await_phase` says why)."""
+    await_phase(pipe.sync_object_full.get_barrier(state.index), state.phase)
+
+
+def await_empty(pipe: Any, state: Any) -> None:
+    """Producer of a pipeline that threads fill: until the stage is empty. As `pipe.producer_acquire`, for inner loops."""
+    await_phase(pipe.sync_object_empty.get_barrier(state.index), state.phase)
 
 
 def skip_stage(pipe: Any, state: Any) -> Any:

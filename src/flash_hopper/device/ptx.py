@@ -58,6 +58,26 @@ def sign_bit(a: Float32, *, loc: Any = None, ip: Any = None) -> Boolean:
 
 
 @dsl_user_op
+def await_phase(barrier: Any, phase: Int32, *, loc: Any = None, ip: Any = None) -> None:
+    """mbarrier.try_wait.parity, again until it succeeds: a phase of an mbarrier in shared memory is over.
+
+    With the one backward branch here ptxas puts what a failed wait does behind the kernel. With the two branches of the DSL's
+    own wait it leaves that, in most kernels, in the caller's loop, and moves no instruction across it.
+    """
+    llvm.inline_asm(
+        None,
+        [x.ir_value(loc=loc, ip=ip) for x in (barrier.toint(loc=loc, ip=ip), Int32(phase))],
+        "{ .reg .pred p; WAIT: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1, 10000000; @!p bra WAIT; }",
+        "r,r,~{memory}",
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
 def bulk_reduce_add_f32(dst: Any, src: Any, size_bytes: int, *, loc: Any = None, ip: Any = None) -> None:
     """cp.reduce.async.bulk .add.f32: add shared memory at `src` to global memory at `dst`, element by element.
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from flash_hopper.device.barriers import epilogue_sync
 from flash_hopper.device.dsl import Boolean, Float32, Int32, const_expr, cute, cutlass, warpgroup
 from flash_hopper.device.layouts import acc_as_rows
-from flash_hopper.device.pipelines import consumer_state
+from flash_hopper.device.pipelines import await_full, consumer_state
 from flash_hopper.device.probabilities import grad_columns, recompute_columns
 from flash_hopper.device.registers import to_operand
 from flash_hopper.device.sequences import make_batch
@@ -170,9 +170,9 @@ class Consumer:
     ) -> Cursors:  # fmt: skip
         """Prompt schedule, one query block from S to dV and dK."""
         args, atoms, shared, pipes = resources
-        pipes.q.consumer_wait(at.q)
+        await_full(pipes.q, at.q)
         issue_s(atoms, scores, at.q.index)
-        pipes.do.consumer_wait(at.do)
+        await_full(pipes.do, at.do)
         issue_dp(atoms, grads, at.do)
         warpgroup.wait_group(1)  # S
         make_p(self.plan, args, shared, scores.acc_S, view, at.q.index, m_block)
@@ -197,9 +197,9 @@ class Consumer:
     ) -> None:  # fmt: skip
         """Deferred schedule, set-up: P and dS of the first block."""
         args, atoms, shared, pipes = resources
-        pipes.q.consumer_wait(at.q)
+        await_full(pipes.q, at.q)
         issue_s(atoms, scores, at.q.index)
-        pipes.do.consumer_wait(at.do)
+        await_full(pipes.do, at.do)
         issue_dp(atoms, grads, at.do)
         warpgroup.wait_group(1)
         make_p(self.plan, args, shared, scores.acc_S, view, at.q.index, m_block)
@@ -218,9 +218,9 @@ class Consumer:
         """Deferred schedule, steady state: S and dP of `m_block`, dV and dK of the block before it, at which `at` stands."""
         args, atoms, shared, pipes = resources
         ahead = at.ahead()
-        pipes.q.consumer_wait(ahead.q)
+        await_full(pipes.q, ahead.q)
         issue_s(atoms, scores, ahead.q.index)
-        pipes.do.consumer_wait(ahead.do)
+        await_full(pipes.do, ahead.do)
         issue_dp(atoms, grads, ahead.do)
         issue_dv(atoms, scores, at.do)
         issue_dk(atoms, grads, at.q)
@@ -245,4 +245,4 @@ class Consumer:
         Other masks have a branch there already. H200, 2026-11, d=64, full, 4k: 586 -> 637 TFLOP/s.
         """
         if self.plan.mask == "full":
-            pipes.q.consumer_wait(at.q)
+            await_full(pipes.q, at.q)

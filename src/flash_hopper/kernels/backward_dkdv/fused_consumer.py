@@ -11,7 +11,7 @@ from flash_hopper.device.barriers import all_consumers_sync, mail_arrive, mail_w
 from flash_hopper.device.dsl import ELEMENT_TYPES, Float32, Int32, const_expr, cute, cutlass, warp, warpgroup
 from flash_hopper.device.gemm import issue
 from flash_hopper.device.layouts import acc_as_rows
-from flash_hopper.device.pipelines import consumer_state
+from flash_hopper.device.pipelines import await_full, consumer_state
 from flash_hopper.device.probabilities import grad_columns
 from flash_hopper.device.registers import to_operand
 from flash_hopper.kernels.backward_dkdv.args import Cursors, DkdvAtoms, Resources, SharedTensors
@@ -110,7 +110,7 @@ class FusedConsumer:
         scores.acc_dV.fill(0.0)
         grads.acc_dK.fill(0.0)
         if const_expr(self.is_ahead):
-            pipes.q.consumer_wait(at.q)
+            await_full(pipes.q, at.q)
             issue_s(atoms, scores, at.q.index)
             warpgroup.wait_group(0)
         m_block = order.first
@@ -130,9 +130,9 @@ class FusedConsumer:
         plan = self.plan
         ds_stage = i % 2
         if const_expr(not self.is_ahead):
-            pipes.q.consumer_wait(at.q)
+            await_full(pipes.q, at.q)
             issue_s(atoms, scores, at.q.index)
-        pipes.do.consumer_wait(at.do)
+        await_full(pipes.do, at.do)
         issue_dp(atoms, grads, at.do)
         if const_expr(not self.is_ahead):
             warpgroup.wait_group(1)  # S
@@ -154,7 +154,7 @@ class FusedConsumer:
         ahead = at.ahead()
         if const_expr(self.is_ahead):
             if has_next:
-                pipes.q.consumer_wait(ahead.q)
+                await_full(pipes.q, ahead.q)
             # after the last block this block's Q once more, whose result nobody looks at: the next stage may be loading
             issue_s(atoms, scores, cutlass.select_(has_next, ahead.q.index, at.q.index))
         cute.arch.fence_proxy("async.shared", space="cta")  # dS, before wgmma reads it

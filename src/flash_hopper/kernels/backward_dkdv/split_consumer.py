@@ -10,7 +10,7 @@ from typing import Any
 from flash_hopper.device.barriers import all_consumers_sync
 from flash_hopper.device.dsl import Float32, Int32, const_expr, cute, cutlass, warpgroup
 from flash_hopper.device.layouts import acc_as_rows
-from flash_hopper.device.pipelines import consumer_state, producer_state
+from flash_hopper.device.pipelines import await_empty, await_full, consumer_state, producer_state
 from flash_hopper.device.probabilities import grad_columns
 from flash_hopper.device.registers import to_operand
 from flash_hopper.kernels.backward_dkdv.args import Cursors, Pipelines, Resources, SharedTensors
@@ -70,9 +70,9 @@ class SplitConsumer:
             for _ in cutlass.range(total - 1, unroll=1):
                 m_block = order.after(m_block)
                 ahead = at.ahead()
-                pipes.q.consumer_wait(ahead.q)
+                await_full(pipes.q, ahead.q)
                 issue_s(atoms, side, ahead.q.index)
-                pipes.do.consumer_wait(at.do)
+                await_full(pipes.do, at.do)
                 issue_dv(atoms, side, at.do)
                 warpgroup.wait_group(1)  # S
                 make_p(plan, args, shared, side.acc_S, view, ahead.q.index, m_block)
@@ -83,7 +83,7 @@ class SplitConsumer:
                 pipes.do.consumer_release(at.do)
                 to_operand(side.acc_S, side.tVrP, plan.dtype)
                 at = ahead
-            pipes.do.consumer_wait(at.do)
+            await_full(pipes.do, at.do)
             issue_dv(atoms, side, at.do)
             warpgroup.wait_group(0)
             pipes.do.consumer_release(at.do)
@@ -110,7 +110,7 @@ class SplitConsumer:
     ) -> None:  # fmt: skip
         """S^T and P^T of a tile's first block."""
         args, atoms, shared, pipes = resources
-        pipes.q.consumer_wait(at.q)
+        await_full(pipes.q, at.q)
         issue_s(atoms, side, at.q.index)
         warpgroup.wait_group(0)
         make_p(self.plan, args, shared, side.acc_S, view, at.q.index, m_block)
@@ -135,7 +135,7 @@ class SplitConsumer:
             total = order.count * query_heads(plan, args)
             side.acc_dK.fill(0.0)
             for _ in cutlass.range(total, unroll=1):
-                pipes.do.consumer_wait(at.do)
+                await_full(pipes.do, at.do)
                 issue_dp(atoms, side, at.do)
                 warpgroup.wait_group(0)
                 self.receive_p(pipes, shared, p, p_state, thread)
@@ -143,7 +143,7 @@ class SplitConsumer:
                 grad_columns(acc_as_rows(p), acc_as_rows(side.acc_dP), shared.sDelta[None, at.do.index], view.lane_col)
                 pipes.do.consumer_release(at.do)
                 to_operand(side.acc_dP, side.tKrdS, plan.dtype)
-                pipes.q.consumer_wait(at.q)
+                await_full(pipes.q, at.q)
                 issue_dk(atoms, side, at.q)
                 warpgroup.wait_group(0)
                 pipes.q.consumer_release(at.q)
@@ -165,14 +165,14 @@ class SplitConsumer:
 
     def send_p(self, pipes: Pipelines, shared: SharedTensors, side: ScoreSide, p_state: Any, thread: Int32) -> None:
         """P^T, float32, to the same thread of the other warpgroup."""
-        pipes.p.producer_acquire(p_state)
+        await_empty(pipes.p, p_state)
         registers = cute.make_tensor(side.acc_S.iterator, cute.make_layout((4, cute.size(side.acc_S) // 4)))
         cute.autovec_copy(registers, shared.sP[None, None, thread])
         pipes.p.producer_commit(p_state)
 
     def receive_p(self, pipes: Pipelines, shared: SharedTensors, p: cute.Tensor, p_state: Any, thread: Int32) -> None:
         """P^T from the same thread of the other warpgroup."""
-        pipes.p.consumer_wait(p_state)
+        await_full(pipes.p, p_state)
         cute.autovec_copy(
             shared.sP[None, None, thread], cute.make_tensor(p.iterator, cute.make_layout((4, cute.size(p) // 4)))
         )

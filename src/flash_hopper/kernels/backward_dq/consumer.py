@@ -11,7 +11,7 @@ from flash_hopper.device.barriers import Turns, epilogue_sync
 from flash_hopper.device.dsl import ELEMENT_TYPES, Float32, Int32, const_expr, cute, cutlass, warp, warpgroup
 from flash_hopper.device.gemm import issue
 from flash_hopper.device.layouts import acc_as_operand_a, acc_as_rows, transposed
-from flash_hopper.device.pipelines import consumer_state, partition, skip_stage
+from flash_hopper.device.pipelines import await_full, consumer_state, partition, skip_stage
 from flash_hopper.device.probabilities import clear_rows, grad_rows, recompute_rows
 from flash_hopper.device.registers import to_operand
 from flash_hopper.device.sequences import make_batch
@@ -159,10 +159,10 @@ class Consumer:
         v_state: Any, wg: Int32, n_block: Int32, blocks: Blocks,
     ) -> tuple[Any, Any]:  # fmt: skip
         """One key block from S to dQ; those of `blocks` outside the inner ones need a mask."""
-        pipes.k.consumer_wait(k_state)
+        await_full(pipes.k, k_state)
         self.turns.wait(wg)
         self.issue_s(atoms, frags, k_state)
-        pipes.v.consumer_wait(v_state)
+        await_full(pipes.v, v_state)
         self.issue_dp(atoms, frags, v_state)
         self.turns.pass_on(wg)
         warpgroup.wait_group(1)  # S
