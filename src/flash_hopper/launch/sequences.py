@@ -109,13 +109,20 @@ def signature(sequences: Sequences) -> tuple[Any, ...]:
     cu_q, cu_k, used_q, used_k, hint_q, hint_k = sequences
     bucket_q = None if hint_q is None else hint_bucket(hint_q)
     return (
-        None if cu_q is None else (cu_q.shape, cu_q.stride(), cu_q.dtype, cu_q.device),
-        SAME if cu_k is cu_q else None if cu_k is None else (cu_k.shape, cu_k.stride(), cu_k.dtype, cu_k.device),
-        None if used_q is None else (used_q.shape, used_q.stride(), used_q.dtype, used_q.device),
-        None if used_k is None else (used_k.shape, used_k.stride(), used_k.dtype, used_k.device),
+        None if cu_q is None else _described(cu_q),
+        SAME if cu_k is cu_q else None if cu_k is None else _described(cu_k),
+        None if used_q is None else _described(used_q),
+        None if used_k is None else _described(used_k),
         bucket_q,
         bucket_q if hint_k is hint_q else None if hint_k is None else hint_bucket(hint_k),
     )
+
+
+def _described(lengths: torch.Tensor) -> tuple[Any, ...]:
+    """What a tensor of lengths looks like; in few words, which are quickly hashed, where it is as it should be."""
+    if lengths.dtype is torch.int32 and lengths.dim() == 1 and lengths.is_contiguous():
+        return lengths.numel(), lengths.device
+    return lengths.shape, lengths.stride(), lengths.dtype, lengths.device
 
 
 def hint_bucket(hint: int) -> int:
