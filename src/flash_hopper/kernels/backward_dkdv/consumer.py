@@ -8,7 +8,7 @@ together, P(i) is made while the other three run and dS(i) while the last two do
 from typing import Any, NamedTuple
 
 from flash_hopper.device.barriers import epilogue_sync
-from flash_hopper.device.dsl import Boolean, Float32, Int32, const_expr, cute, cutlass, warpgroup
+from flash_hopper.device.dsl import Boolean, Constexpr, Float32, Int32, const_expr, cute, cutlass, warpgroup
 from flash_hopper.device.layouts import acc_as_rows
 from flash_hopper.device.pipelines import await_full, consumer_state
 from flash_hopper.device.probabilities import grad_columns, recompute_columns
@@ -29,7 +29,7 @@ from flash_hopper.kernels.backward_dkdv.fragments import (
     issue_s,
     score_side,
 )
-from flash_hopper.kernels.backward_dkdv.schedule import query_heads, query_schedule
+from flash_hopper.kernels.backward_dkdv.schedule import QuerySchedule, query_heads, query_schedule
 from flash_hopper.kernels.backward_dkdv.storage import WG_KEYS
 from flash_hopper.plan.backward import BackwardDkdvPlan
 from flash_hopper.plan.roles import TILE_SLOTS
@@ -63,20 +63,38 @@ def rows_that_see(key: Int32, lengths: Lengths, mask: MaskBounds) -> Interval:
     return Interval(rows.first, rows.end * exists)
 
 
+def inner_visits(plan: BackwardDkdvPlan, view: KeyView, order: QuerySchedule) -> Interval:
+    """Of a query head's blocks, numbered as they are visited, those that need no mask: no end of the visible rows cuts them.
+
+    Keys that do not exist need one only if dQ sums over them: dK and dV of them are clipped or cleared, but their P may be
+    infinite.
+    """
+    first, end = Int32(0), order.count
+    if plan.mask != "full":
+        first = clamp(view.own.inner_start - order.start, 0, order.count)
+    if plan.is_windowed:
+        end = clamp(view.own.inner_end - order.start, first, order.count)
+    if plan.adds_dq:
+        first, end = (cutlass.select_(view.reaches_past_end, 0, bound) for bound in (first, end))
+    return Interval(first, end)
+
+
+def needs_mask(plan: BackwardDkdvPlan, view: KeyView, m_block: Int32) -> Any:
+    """The same of one block, without dQ."""
+    if plan.mask == "full":
+        return False
+    is_cut = m_block < view.own.inner_start
+    return is_cut | (m_block >= view.own.inner_end) if plan.is_windowed else is_cut
+
+
 @cute.jit
 def make_p(
     plan: cutlass.Constexpr, args: DkdvArgs, shared: SharedTensors, acc_S: cute.Tensor, view: KeyView, stage: Int32,
-    m_block: Int32,
+    m_block: Int32, is_masked: Any,
 ) -> None:  # fmt: skip
-    """S^T to P^T in place; masked where an end of the visible rows cuts the block and, if it matters, past the last key."""
+    """S^T to P^T in place; `is_masked` may be a run-time condition."""
     mask = args.mask(plan.mask)
     visible = tuple(rows_that_see(view.first_key + 8 * r, view.lengths, mask) for r in (0, 1))
-    # dK and dV of keys that do not exist are clipped or cleared; but dQ sums over them, and their P may be infinite
-    is_masked = view.reaches_past_end if const_expr(plan.adds_dq) else False
-    if const_expr(plan.mask != "full"):
-        is_masked = m_block < view.own.inner_start or is_masked
-    if const_expr(plan.is_windowed):
-        is_masked = m_block >= view.own.inner_end or is_masked
     recompute_columns(
         acc_as_rows(acc_S), args.scale_log2, shared.sLSE[None, stage], visible, m_block * plan.tile_m, view.lane_col,
         is_masked, plan.is_windowed,
@@ -140,20 +158,23 @@ class Consumer:
         plan = self.plan
         view = key_view(plan, args, tile, wg, thread)
         order = query_schedule(plan, args, tile)
-        total = order.count * query_heads(plan, args)
+        inner = inner_visits(plan, view, order)
         scores.acc_dV.fill(0.0)
         grads.acc_dK.fill(0.0)
-        m_block = order.first
         if const_expr(plan.is_deferred):
-            self.first_deferred(resources, scores, grads, view, at, m_block)
-            total = total - 1
-        for _ in cutlass.range(total, unroll=1):
-            if const_expr(plan.is_deferred):
-                m_block = order.after(m_block)
-                at = self.step_deferred(resources, scores, grads, view, at, m_block)
-            else:
-                at = self.step(resources, scores, grads, view, at, m_block)
-                m_block = order.after(m_block)
+            self.first_deferred(resources, scores, grads, view, at, order.first)
+        for head in cutlass.range(query_heads(plan, args), unroll=1):
+            done = cutlass.select_(head == 0, 1, 0) if const_expr(plan.is_deferred) else 0
+            step = self.step_deferred if const_expr(plan.is_deferred) else self.step
+            # masked blocks, then inner ones and those after them, in the order of `fused_consumer.py`
+            for part in cutlass.range(1 if plan.mask == "full" else 0, 2, unroll=1):
+                cut = part * inner.end
+                for i in cutlass.range(maximum(inner.first, done), cut, unroll=1):
+                    at = step(resources, scores, grads, view, at, order.start + i, False)
+                if const_expr(plan.mask != "full"):
+                    last = cutlass.select_(part == 0, inner.first, order.count)
+                    for i in cutlass.range(maximum(cut, done), last, unroll=1):
+                        at = step(resources, scores, grads, view, at, order.start + i, True)
         if const_expr(plan.is_deferred):
             issue_dv(atoms, scores, at.do)
             issue_dk(atoms, grads, at.q)
@@ -166,7 +187,7 @@ class Consumer:
     @cute.jit
     def step(
         self, resources: Resources, scores: ScoreSide,
-        grads: GradSide, view: KeyView, at: Cursors, m_block: Int32,
+        grads: GradSide, view: KeyView, at: Cursors, m_block: Int32, is_masked: Constexpr[bool],
     ) -> Cursors:  # fmt: skip
         """Prompt schedule, one query block from S to dV and dK."""
         args, atoms, shared, pipes = resources
@@ -175,7 +196,7 @@ class Consumer:
         await_full(pipes.do, at.do)
         issue_dp(atoms, grads, at.do)
         warpgroup.wait_group(1)  # S
-        make_p(self.plan, args, shared, scores.acc_S, view, at.q.index, m_block)
+        make_p(self.plan, args, shared, scores.acc_S, view, at.q.index, m_block, is_masked)
         to_operand(scores.acc_S, scores.tVrP, self.plan.dtype)
         issue_dv(atoms, scores, at.do)
         warpgroup.wait_group(1)  # dP
@@ -202,7 +223,8 @@ class Consumer:
         await_full(pipes.do, at.do)
         issue_dp(atoms, grads, at.do)
         warpgroup.wait_group(1)
-        make_p(self.plan, args, shared, scores.acc_S, view, at.q.index, m_block)
+        is_masked = needs_mask(self.plan, view, m_block)
+        make_p(self.plan, args, shared, scores.acc_S, view, at.q.index, m_block, is_masked)
         warpgroup.wait_group(0)
         grad_columns(
             acc_as_rows(scores.acc_S), acc_as_rows(grads.acc_dP), shared.sDelta[None, at.do.index], view.lane_col
@@ -213,7 +235,7 @@ class Consumer:
     @cute.jit
     def step_deferred(
         self, resources: Resources, scores: ScoreSide,
-        grads: GradSide, view: KeyView, at: Cursors, m_block: Int32,
+        grads: GradSide, view: KeyView, at: Cursors, m_block: Int32, is_masked: Constexpr[bool],
     ) -> Cursors:  # fmt: skip
         """Deferred schedule, steady state: S and dP of `m_block`, dV and dK of the block before it, at which `at` stands."""
         args, atoms, shared, pipes = resources
@@ -225,7 +247,7 @@ class Consumer:
         issue_dv(atoms, scores, at.do)
         issue_dk(atoms, grads, at.q)
         warpgroup.wait_group(3)  # S
-        make_p(self.plan, args, shared, scores.acc_S, view, ahead.q.index, m_block)
+        make_p(self.plan, args, shared, scores.acc_S, view, ahead.q.index, m_block, is_masked)
         self.keep_order(pipes, ahead)
         warpgroup.wait_group(2)  # dP
         grad_columns(
@@ -242,7 +264,6 @@ class Consumer:
     def keep_order(self, pipes: Pipelines, at: Cursors) -> None:
         """A wait that passes at once: a branch, without which ptxas moves the next wgmma wait above the exponentials.
 
-        Other masks have a branch there already. H200, 2026-11, d=64, full, 4k: 586 -> 637 TFLOP/s.
+        H200, 2026-11, d=64, full, 4k: 586 -> 637 TFLOP/s.
         """
-        if self.plan.mask == "full":
-            await_full(pipes.q, at.q)
+        await_full(pipes.q, at.q)
