@@ -12,26 +12,26 @@ from flash_hopper.device.layouts import acc_as_rows
 
 
 @cute.jit
-def recompute_rows(
-    rows: cute.Tensor, scale_log2: Float32, lse_log2: cute.Tensor, visible: tuple, first_col: Int32, is_masked: bool,
-    has_first: cutlass.Constexpr,
-) -> None:  # fmt: skip
-    """Scores (2, N/4), a query row per mode-0 index, to P in place.
+def exponentials(rows: cute.Tensor, scale_log2: Float32, lse_log2: cute.Tensor, first: int, end: int) -> None:
+    """Scores (2, N/4), a query row per mode-0 index, to P in place, elements [first, end) of each row; lse_log2: (2,)."""
+    for r in cutlass.range_constexpr(2):
+        for i in cutlass.range_constexpr(first, end):
+            rows[r, i] = cute.math.exp2(rows[r, i] * scale_log2 - lse_log2[r], fastmath=True)
 
-    lse_log2: (2,); visible: the `Interval` of keys that each row sees; first_col: key of this thread's first element.
-    `is_masked` may be a run-time condition.
+
+@cute.jit
+def hide_columns(rows: cute.Tensor, visible: tuple, first_col: Int32, has_first: cutlass.Constexpr) -> None:
+    """P (2, N/4) = 0 at keys that a row does not see.
+
+    visible: the `Interval` of keys that each row sees; first_col: key of this thread's first element.
     """
     for r in cutlass.range_constexpr(2):
+        end = visible[r].end - first_col
         for i in cutlass.range_constexpr(cute.size(rows, mode=[1])):
-            rows[r, i] = cute.math.exp2(rows[r, i] * scale_log2 - lse_log2[r], fastmath=True)
-    if is_masked:
-        for r in cutlass.range_constexpr(2):
-            end = visible[r].end - first_col
-            for i in cutlass.range_constexpr(cute.size(rows, mode=[1])):
-                is_seen = 8 * (i // 2) + i % 2 < end
-                if const_expr(has_first):
-                    is_seen = is_seen & (8 * (i // 2) + i % 2 >= visible[r].first - first_col)
-                rows[r, i] = rows[r, i] if is_seen else Float32(0.0)
+            is_seen = 8 * (i // 2) + i % 2 < end
+            if const_expr(has_first):
+                is_seen = is_seen & (8 * (i // 2) + i % 2 >= visible[r].first - first_col)
+            rows[r, i] = rows[r, i] if is_seen else Float32(0.0)
 
 
 @cute.jit

@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 
 from flash_hopper.device.accumulate import add_to_rows
 from flash_hopper.device.barriers import Turns, epilogue_sync
-from flash_hopper.device.dsl import ELEMENT_TYPES, Float32, Int32, const_expr, cute, cutlass, warp, warpgroup
+from flash_hopper.device.dsl import ELEMENT_TYPES, Constexpr, Float32, Int32, const_expr, cute, cutlass, warp, warpgroup
 from flash_hopper.device.gemm import issue
 from flash_hopper.device.layouts import acc_as_operand_a, acc_as_rows, transposed
 from flash_hopper.device.pipelines import await_full, consumer_state, partition, skip_stage
-from flash_hopper.device.probabilities import clear_rows, grad_rows, recompute_rows
+from flash_hopper.device.probabilities import clear_rows, exponentials, grad_rows, hide_columns
 from flash_hopper.device.registers import to_operand
 from flash_hopper.device.sequences import make_batch
-from flash_hopper.geometry.blocks import Blocks, key_blocks
+from flash_hopper.geometry.blocks import key_blocks
 from flash_hopper.geometry.masks import Lengths, visible_keys
 from flash_hopper.kernels.backward_dq.args import DqArgs, DqAtoms, Pipelines, SharedTensors
 from flash_hopper.kernels.backward_dq.storage import WG_ROWS
@@ -135,10 +135,16 @@ class Consumer:
         for _ in cutlass.range(whole.end - blocks.end, unroll=1):
             k_state, v_state = self.skip(pipes, k_state, v_state, wg)
         frags.acc_dQ.fill(0.0)
-        for i in cutlass.range(blocks.end - blocks.start, unroll=1):
-            k_state, v_state = self.step(
-                args, atoms, pipes, frags, view, k_state, v_state, wg, blocks.end - 1 - i, blocks
-            )
+        last = blocks.end - 1
+        first_inner, after_inner = blocks.end - blocks.inner_end, blocks.end - blocks.inner_start
+        # Masked blocks, then inner ones and those after them. The inner blocks' loop stands first all the same: ptxas makes
+        # the descriptors of a second loop from halves (head dim 128: 25 instructions a step more).
+        for part in cutlass.range(2, unroll=1):
+            cut = part * after_inner
+            for i in cutlass.range(first_inner, cut, unroll=1):
+                k_state, v_state = self.step(args, atoms, pipes, frags, view, k_state, v_state, wg, last - i, False)
+            for i in cutlass.range(cut, cutlass.select_(part == 0, first_inner, blocks.end - blocks.start), unroll=1):
+                k_state, v_state = self.step(args, atoms, pipes, frags, view, k_state, v_state, wg, last - i, True)
         if const_expr(plan.is_windowed):
             for _ in cutlass.range(blocks.start - whole.start, unroll=1):
                 k_state, v_state = self.skip(pipes, k_state, v_state, wg)
@@ -156,9 +162,9 @@ class Consumer:
     @cute.jit
     def step(
         self, args: DqArgs, atoms: DqAtoms, pipes: Pipelines, frags: Fragments, view: RowView, k_state: Any,
-        v_state: Any, wg: Int32, n_block: Int32, blocks: Blocks,
+        v_state: Any, wg: Int32, n_block: Int32, is_masked: Constexpr[bool],
     ) -> tuple[Any, Any]:  # fmt: skip
-        """One key block from S to dQ; those of `blocks` outside the inner ones need a mask."""
+        """One key block from S to dQ."""
         await_full(pipes.k, k_state)
         self.turns.wait(wg)
         self.issue_s(atoms, frags, k_state)
@@ -166,10 +172,7 @@ class Consumer:
         self.issue_dp(atoms, frags, v_state)
         self.turns.pass_on(wg)
         warpgroup.wait_group(1)  # S
-        is_masked = n_block >= blocks.inner_end
-        if const_expr(self.plan.is_windowed):
-            is_masked = is_masked or n_block < blocks.inner_start
-        self.make_p(args, frags, view, n_block, is_masked)
+        self.make_p(args, pipes, frags, view, v_state, n_block, is_masked)
         warpgroup.wait_group(0)  # dP
         pipes.v.consumer_release(v_state)
         v_state.advance()
@@ -194,15 +197,22 @@ class Consumer:
         issue(atoms.mma_dq, frags.acc_dQ, frags.tQrdS, frags.tQrKt[None, None, None, k_state.index], False)
 
     @cute.jit
-    def make_p(self, args: DqArgs, frags: Fragments, view: RowView, n_block: Int32, is_masked: Any) -> None:
-        """Scores to P."""
-        plan = self.plan
-        mask = args.mask(plan.mask)
-        visible = tuple(visible_keys(view.first_row + 8 * r, view.lengths, mask) for r in (0, 1))
-        recompute_rows(
-            acc_as_rows(frags.acc_S), args.scale_log2, view.lse_log2, visible, n_block * plan.tile_n + view.lane_col,
-            is_masked, plan.is_windowed,
-        )  # fmt: skip
+    def make_p(
+        self, args: DqArgs, pipes: Pipelines, frags: Fragments, view: RowView, v_state: Any, n_block: Int32,
+        is_masked: Constexpr[bool],
+    ) -> None:  # fmt: skip
+        """Scores to P while dP, from the V at `v_state`, is on its way."""
+        plan, rows = self.plan, acc_as_rows(frags.acc_S)
+        half = cute.size(rows, mode=[1]) // 2
+        exponentials(rows, args.scale_log2, view.lse_log2, 0, half)
+        # a wait that passes at once: a branch, without which ptxas moves the wait for dP above all exponentials; the other
+        # half goes between the instructions that follow that wait
+        await_full(pipes.v, v_state)
+        exponentials(rows, args.scale_log2, view.lse_log2, half, 2 * half)
+        if const_expr(is_masked):
+            mask = args.mask(plan.mask)
+            visible = tuple(visible_keys(view.first_row + 8 * r, view.lengths, mask) for r in (0, 1))
+            hide_columns(rows, visible, n_block * plan.tile_n + view.lane_col, plan.is_windowed)
 
     @cute.jit
     def add_dq(self, args: DqArgs, frags: Fragments, tile: Any, seqlen_q: Int32, wg: Int32, thread: Int32) -> None:
