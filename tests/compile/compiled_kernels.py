@@ -4,7 +4,7 @@ import pickle
 import re
 from pathlib import Path
 
-from machine_code import instructions_of
+from machine_code import count, lines_of, matrix_loops
 
 from flash_hopper.compile.build import build
 from flash_hopper.compile.disk import DiskCache
@@ -40,6 +40,10 @@ class CompiledKernels:
         """Bytes of each parameter of the plan's kernel, in order, not of the one that writes a table in front of it."""
         return pickle.loads(self._file(plan, ".parameters").read_bytes())
 
+    def loops(self, plan) -> list[dict[str, int]]:
+        """Instructions of its innermost loops with warpgroup MMAs, in the order of the code."""
+        return pickle.loads(self._file(plan, ".loops").read_bytes())
+
     def _file(self, plan, suffix: str) -> Path:
         _ensure(self._group_of.get(plan, (plan,)), str(self.folder))
         return _path(plan, str(self.folder), suffix)
@@ -54,11 +58,14 @@ def _ensure(plans, folder: str) -> None:
     with DiskCache(Path(folder)).locked(plans[0].name):
         missing = [plan for plan in plans if not _path(plan, folder, ".report").exists()]
         kernels = [build(plan, artifacts=True, strict=False) for plan in missing]
-        counts = instructions_of([built.cubin for built in kernels]) if kernels else []
-        for plan, built, by_kernel in zip(missing, kernels, counts, strict=True):
+        codes = lines_of([built.cubin for built in kernels]) if kernels else []
+        for plan, built, lines in zip(missing, kernels, codes, strict=True):
             _path(plan, folder, ".o").write_bytes(built.object_code)
             _path(plan, folder, ".parameters").write_bytes(pickle.dumps(_parameter_bytes(built.ptx)))
             sizes = len(built.cubin), len(built.object_code)
+            loops = [loop for code in lines.values() for loop in matrix_loops(code)]
+            _path(plan, folder, ".loops").write_bytes(pickle.dumps(loops))
+            by_kernel = {name: count(code) for name, code in lines.items()}
             report = KernelReport(built.symbol, built.report, by_kernel, *sizes, built.seconds)
             _path(plan, folder, ".report").write_bytes(pickle.dumps(report))
 

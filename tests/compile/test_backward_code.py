@@ -231,8 +231,29 @@ def test_arithmetic_does_not_take_subnormal_numbers_for_zero(plan, kernels):
 def test_each_probability_takes_one_exponential(plan, kernels):
     report = kernels.report(plan)
     columns = plan.tile_n if isinstance(plan, BackwardDqPlan) else plan.tile_m
-    # 64 x columns values a warpgroup; the code of a block may be there twice, for the first and for the others
-    assert report.count("MUFU.EX2") in (columns // 2, columns)
+    # 64 x columns values a warpgroup; the code of a block is there up to three times: the first, masked ones, the others
+    assert report.count("MUFU.EX2") in (columns // 2, columns, columns // 2 * 3)
+
+
+def has(loop, *parts):
+    """Instructions of a loop whose mnemonics have these parts."""
+    return sum(n for op, n in loop.items() if set(parts) <= set(op.split(".")))
+
+
+@each([*DKDV, *DQ])
+def test_what_a_failed_wait_does_is_in_no_inner_loop(plan, kernels):
+    loops = kernels.loops(plan)
+    assert loops and not any(has(loop, "NANOSLEEP") for loop in loops)
+
+
+@each([plan for plan in [*DKDV, *DQ] if not getattr(plan, "splits_roles", False)])
+def test_the_loop_over_whole_blocks_comes_first_and_has_no_mask(plan, kernels):
+    """First, because ptxas makes the 64-bit descriptors of a later one from halves, with a carry."""
+    loop, *others = kernels.loops(plan)
+    assert has(loop, "FSEL") == 0
+    masked = 1 if isinstance(plan, BackwardDqPlan) or plan.adds_dq or plan.mask != "full" else 0
+    assert len(others) == masked and all(has(other, "FSEL") > 0 for other in others)
+    assert all(has(loop, "UIADD3", "X") <= has(other, "UIADD3", "X") for other in others)
 
 
 @each(PRE)
