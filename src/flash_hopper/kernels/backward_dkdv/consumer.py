@@ -247,7 +247,9 @@ class Consumer:
         issue_dv(atoms, scores, at.do)
         issue_dk(atoms, grads, at.q)
         warpgroup.wait_group(3)  # S
-        make_p(self.plan, args, shared, scores.acc_S, view, ahead.q.index, m_block, is_masked)
+        # always true where a mask is needed, but what it hides is then computed here, not kept in registers around the loop
+        is_cut = needs_mask(self.plan, view, m_block) if const_expr(is_masked) else False
+        make_p(self.plan, args, shared, scores.acc_S, view, ahead.q.index, m_block, is_cut)
         self.keep_order(pipes, ahead)
         warpgroup.wait_group(2)  # dP
         grad_columns(
