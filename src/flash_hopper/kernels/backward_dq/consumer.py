@@ -15,6 +15,7 @@ from flash_hopper.device.pipelines import await_full, consumer_state, partition,
 from flash_hopper.device.probabilities import clear_rows, exponentials, grad_rows, hide_columns
 from flash_hopper.device.registers import to_operand
 from flash_hopper.device.sequences import make_batch
+from flash_hopper.geometry.arith import maximum
 from flash_hopper.geometry.blocks import key_blocks
 from flash_hopper.geometry.masks import Lengths, visible_keys
 from flash_hopper.kernels.backward_dq.args import DqArgs, DqAtoms, Pipelines, SharedTensors
@@ -136,7 +137,8 @@ class Consumer:
             k_state, v_state = self.skip(pipes, k_state, v_state, wg)
         frags.acc_dQ.fill(0.0)
         last = blocks.end - 1
-        first_inner, after_inner = blocks.end - blocks.inner_end, blocks.end - blocks.inner_start
+        first_inner = blocks.end - blocks.inner_end
+        after_inner = maximum(first_inner, blocks.end - blocks.inner_start)
         # Masked blocks, then inner ones and those after them. The inner blocks' loop stands first all the same: ptxas makes
         # the descriptors of a second loop from halves (head dim 128: 25 instructions a step more).
         for part in cutlass.range(2, unroll=1):

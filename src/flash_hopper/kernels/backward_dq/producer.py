@@ -5,7 +5,7 @@ from typing import Any
 from flash_hopper.device.dsl import cute, cutlass
 from flash_hopper.device.pipelines import consumer_state, load, partition, producer_state
 from flash_hopper.device.sequences import make_batch
-from flash_hopper.geometry.blocks import Blocks, key_blocks
+from flash_hopper.geometry.blocks import key_blocks
 from flash_hopper.kernels.backward_dq.args import DqArgs, DqAtoms, Pipelines, SharedTensors
 from flash_hopper.kernels.backward_dq.storage import WG_ROWS
 from flash_hopper.plan.backward import BackwardDqPlan
@@ -28,16 +28,11 @@ class Producer:
         tile = pipes.tiles.read(tile_state)
         tile_state.advance()
         while tile.block >= 0:
-            # before the wait: beside the loads of the rows, the divisions of a mask by chunks took more registers than there are
-            blocks = key_blocks(
-                tile.block * plan.tile_m, plan.tile_m, self.batch.lengths(tile, args.mQ, args.mK), plan.tile_n,
-                args.mask(plan.mask),
-            )  # fmt: skip
             pipes.rows.producer_acquire(rows_state)
             self.load_rows(args.mQ, atoms.tma_q, shared.sQ, plan.tile_hdim, tile, pipes, rows_state)
             self.load_rows(args.mdO, atoms.tma_do, shared.sdO, plan.tile_hdimv, tile, pipes, rows_state)
             rows_state.advance()
-            k_state, v_state = self.load_kv(args, atoms, shared, pipes, tile, blocks, k_state, v_state)
+            k_state, v_state = self.load_kv(args, atoms, shared, pipes, tile, k_state, v_state)
             tile = pipes.tiles.read(tile_state)
             tile_state.advance()
 
@@ -50,16 +45,21 @@ class Producer:
         bands = cute.local_tile(self.batch.queries(m, tile, tile.head), (WG_ROWS, cols), (None, 0))
         src, dst = partition(tma, bands, s)
         wgs = self.plan.consumer_warpgroups
-        for wg in cutlass.range_constexpr(wgs):
+        # not unrolled: with many loads in a row (7 of dO at head dim 224) the producer's registers do not suffice
+        for wg in cutlass.range(wgs, unroll=1):
             load(tma, src[None, tile.block * wgs + wg], dst[None, wg], pipes.rows, state)
 
     @cute.jit
     def load_kv(
-        self, args: DqArgs, atoms: DqAtoms, shared: SharedTensors, pipes: Pipelines, tile: Any, blocks: Blocks,
-        k_state: Any, v_state: Any,
+        self, args: DqArgs, atoms: DqAtoms, shared: SharedTensors, pipes: Pipelines, tile: Any, k_state: Any,
+        v_state: Any,
     ) -> tuple[Any, Any]:  # fmt: skip
         """The tile's key blocks from the last to the first; returns the advanced cursors."""
         plan, batch = self.plan, self.batch
+        blocks = key_blocks(
+            tile.block * plan.tile_m, plan.tile_m, batch.lengths(tile, args.mQ, args.mK), plan.tile_n,
+            args.mask(plan.mask),
+        )  # fmt: skip
         head_k = tile.head // args.work.group
         mK, mV = batch.keys(args.mK, tile, head_k), batch.keys(args.mV, tile, head_k)
         k_src, k_dst = partition(atoms.tma_k, cute.local_tile(mK, (plan.tile_n, plan.tile_hdim), (None, 0)), shared.sK)
