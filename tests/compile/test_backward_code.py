@@ -55,7 +55,8 @@ def every_plan():
         found += backward_plans(dims, "local")
         found += backward_plans(dims, "chunk", is_ragged=True)
         found += backward_plans(dims, "causal", is_ragged=True, accumulates=True)
-    found += [plan for dims in ROWS[:2] for plan in backward_plans(dims, "full", is_ragged=True)]
+    for dims, kind in product(ROWS[:2], ("full", "causal")):
+        found += backward_plans(dims, kind, is_ragged=True)
     found += backward_plans(ROWS[0], "local", accumulates=True)
     found += [plan for dims in DIFFERENT for plan in backward_plans(dims, "causal")]
     found += [plan for dims in HALF for plan in backward_plans(dims, "causal", dtype=DType.FP16)]

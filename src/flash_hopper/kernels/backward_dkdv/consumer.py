@@ -80,20 +80,25 @@ def inner_visits(plan: BackwardDkdvPlan, view: KeyView, order: QuerySchedule) ->
 
 
 def needs_mask(plan: BackwardDkdvPlan, view: KeyView, m_block: Int32) -> Any:
-    """The same of one block, without dQ."""
-    if plan.mask == "full":
-        return False
-    is_cut = m_block < view.own.inner_start
-    return is_cut | (m_block >= view.own.inner_end) if plan.is_windowed else is_cut
+    """True for the other blocks."""
+    is_cut = view.reaches_past_end if plan.adds_dq else False
+    if plan.mask != "full":
+        is_cut = (m_block < view.own.inner_start) | is_cut
+    return (m_block >= view.own.inner_end) | is_cut if plan.is_windowed else is_cut
 
 
 @cute.jit
 def make_p(
     plan: cutlass.Constexpr, args: DkdvArgs, shared: SharedTensors, acc_S: cute.Tensor, view: KeyView, stage: Int32,
-    m_block: Int32, is_masked: Any,
+    m_block: Int32, may_be_cut: Constexpr[bool],
 ) -> None:  # fmt: skip
-    """S^T to P^T in place; `is_masked` may be a run-time condition."""
+    """S^T to P^T in place, masked where the block needs it.
+
+    In a loop over such blocks that is always true, but what is hidden is then computed for each, and not kept in registers
+    around the loop, which have no room for it.
+    """
     mask = args.mask(plan.mask)
+    is_masked = needs_mask(plan, view, m_block) if const_expr(may_be_cut) else False
     visible = tuple(rows_that_see(view.first_key + 8 * r, view.lengths, mask) for r in (0, 1))
     recompute_columns(
         acc_as_rows(acc_S), args.scale_log2, shared.sLSE[None, stage], visible, m_block * plan.tile_m, view.lane_col,
@@ -223,8 +228,7 @@ class Consumer:
         await_full(pipes.do, at.do)
         issue_dp(atoms, grads, at.do)
         warpgroup.wait_group(1)
-        is_masked = needs_mask(self.plan, view, m_block)
-        make_p(self.plan, args, shared, scores.acc_S, view, at.q.index, m_block, is_masked)
+        make_p(self.plan, args, shared, scores.acc_S, view, at.q.index, m_block, True)
         warpgroup.wait_group(0)
         grad_columns(
             acc_as_rows(scores.acc_S), acc_as_rows(grads.acc_dP), shared.sDelta[None, at.do.index], view.lane_col
@@ -247,9 +251,7 @@ class Consumer:
         issue_dv(atoms, scores, at.do)
         issue_dk(atoms, grads, at.q)
         warpgroup.wait_group(3)  # S
-        # always true where a mask is needed, but what it hides is then computed here, not kept in registers around the loop
-        is_cut = needs_mask(self.plan, view, m_block) if const_expr(is_masked) else False
-        make_p(self.plan, args, shared, scores.acc_S, view, ahead.q.index, m_block, is_cut)
+        make_p(self.plan, args, shared, scores.acc_S, view, ahead.q.index, m_block, is_masked)
         self.keep_order(pipes, ahead)
         warpgroup.wait_group(2)  # dP
         grad_columns(

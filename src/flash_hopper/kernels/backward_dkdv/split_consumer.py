@@ -14,7 +14,7 @@ from flash_hopper.device.pipelines import await_empty, await_full, consumer_stat
 from flash_hopper.device.probabilities import grad_columns
 from flash_hopper.device.registers import to_operand
 from flash_hopper.kernels.backward_dkdv.args import Cursors, Pipelines, Resources, SharedTensors
-from flash_hopper.kernels.backward_dkdv.consumer import KeyView, key_view, make_p, needs_mask
+from flash_hopper.kernels.backward_dkdv.consumer import KeyView, key_view, make_p
 from flash_hopper.kernels.backward_dkdv.epilogue import Epilogue
 from flash_hopper.kernels.backward_dkdv.fragments import (
     ScoreSide,
@@ -75,8 +75,7 @@ class SplitConsumer:
                 await_full(pipes.do, at.do)
                 issue_dv(atoms, side, at.do)
                 warpgroup.wait_group(1)  # S
-                is_masked = needs_mask(plan, view, m_block)
-                make_p(plan, args, shared, side.acc_S, view, ahead.q.index, m_block, is_masked)
+                make_p(plan, args, shared, side.acc_S, view, ahead.q.index, m_block, True)
                 pipes.q.consumer_release(ahead.q)
                 self.send_p(pipes, shared, side, p_state, thread)
                 p_state.advance()
@@ -114,8 +113,7 @@ class SplitConsumer:
         await_full(pipes.q, at.q)
         issue_s(atoms, side, at.q.index)
         warpgroup.wait_group(0)
-        is_masked = needs_mask(self.plan, view, m_block)
-        make_p(self.plan, args, shared, side.acc_S, view, at.q.index, m_block, is_masked)
+        make_p(self.plan, args, shared, side.acc_S, view, at.q.index, m_block, True)
         pipes.q.consumer_release(at.q)
         self.send_p(pipes, shared, side, p_state, thread)
 
