@@ -19,7 +19,7 @@ PRODUCER, SCHEDULER = 0, 1  # warps of the first warpgroup
 TILE_SLOTS = 2  # tiles that may be posted and not read by everybody
 # (producer, consumer) registers a thread by number of consumer warpgroups, steps of 8. A producer with 24 spills in
 # the causal forward at head dim 224; the key-parallel backward needs every register in its consumers.
-REGISTERS = {1: (56, 256), 2: (40, 232), 3: (32, 160), 4: (24, 112)}
+REGISTERS = {1: (56, 256), 2: (40, 232), 3: (32, 160), 4: (32, 112)}
 KEY_PARALLEL_REGISTERS = {2: (24, 240)}
 
 
