@@ -51,13 +51,13 @@ class Work(NamedTuple):
 class Place(NamedTuple):
     """How far a ragged batch has been searched: `rank` sequences, a multiple of 32, hold the first `tiles` tiles.
 
-    Of few sequences, without a table: `mine` is the one that this lane holds, `total` the tiles of all.
+    Of a kernel that makes rows by itself, if sequences are few: `mine` is the one that this lane holds, `total` the tiles of all.
     """
 
     rank: Int32
     tiles: Int32
-    mine: Int32
-    total: Int32
+    mine: Int32 | None
+    total: Int32 | None
 
 
 class DenseTiles:
@@ -73,7 +73,7 @@ class DenseTiles:
 
     def start(self, work: Work) -> Place:
         """Nothing has been searched."""
-        return Place(Int32(0), Int32(0), Int32(0), Int32(0))
+        return Place(Int32(0), Int32(0), None, None)
 
     def is_short(self, tile: TileCoord) -> bool:
         """True if a tile takes less time than to find one: not known in advance."""
@@ -118,11 +118,11 @@ class RaggedTiles:
     @cute.jit
     def start(self, work: Work) -> Place:
         """Nothing has been searched."""
-        mine = Int32(0)
-        if const_expr(self.makes_rows):
-            last = table_sequences(work.table) - 1
-            if is_few(last):
-                mine = self.ranked(work.lengths, last)
+        if const_expr(not self.makes_rows):
+            return Place(Int32(0), Int32(0), None, None)
+        mine, last = Int32(0), table_sequences(work.table) - 1
+        if is_few(last):
+            mine = self.ranked(work.lengths, last)
         return Place(Int32(0), Int32(0), mine, Int32(0))
 
     @cute.jit
@@ -181,29 +181,35 @@ class RaggedTiles:
             # the first lane whose sequences reach past the number
             hit = cute.arch.popc(cute.arch.vote_ballot_sync(before + prefix <= number))
             own_first = before + cute.arch.shuffle_sync(prefix - own, offset=hit)
-            tile = self.tile_of(work, rank + hit, cute.arch.shuffle_sync(mine, offset=hit), number - own_first)
-        return tile, Place(rank, before, mine, total)
+            if const_expr(self.makes_rows):
+                mine = cute.arch.shuffle_sync(mine, offset=hit)
+            tile = self.tile_of(work, rank + hit, mine, number - own_first)
+        return tile, Place(rank, before, place.mine, total if const_expr(self.makes_rows) else None)
 
     @cute.jit
-    def row(self, work: Work, rank: Int32, mine: Int32) -> tuple[Int32, ...]:
+    def row(self, work: Work, rank: Int32, mine: Int32 | None) -> tuple[Int32, ...]:
         """The sequence of this rank, which of few sequences is `mine`: its number, then its row of the table."""
+        if const_expr(not self.makes_rows):
+            return self.written_row(work.table, rank)
         found = tuple(Int32(0) for _ in range(1 + len(COLUMNS)))
         last = table_sequences(work.table) - 1
-        has_table = not is_few(last) if const_expr(self.makes_rows) else Boolean(True)
-        if const_expr(self.makes_rows):
-            if not has_table:
-                found = (mine, *sequence_row(work.lengths, mine, last))
-        if has_table:
-            row = table_ranked_row(work.table, rank)
-            found = (table_order(work.table)[rank], *(row[i] for i in range(len(COLUMNS))))
+        if is_few(last):
+            found = (mine, *sequence_row(work.lengths, mine, last))
+        else:
+            found = self.written_row(work.table, rank)
         return found
+
+    def written_row(self, table: cute.Tensor, rank: Int32) -> tuple[Int32, ...]:
+        """The same from the table."""
+        row = table_ranked_row(table, rank)
+        return (table_order(table)[rank], *(row[i] for i in range(len(COLUMNS))))
 
     def blocks(self, row: tuple[Int32, ...]) -> Int32:
         """Tiles of one head of a sequence, those of unused rows included; `row` as above."""
         return ceil_div(row[1 + COLUMNS.index("allocated_k" if self.by_keys else "allocated_q")], self.tile_rows)
 
     @cute.jit
-    def tile_of(self, work: Work, rank: Int32, mine: Int32, number: Int32) -> RaggedTile:
+    def tile_of(self, work: Work, rank: Int32, mine: Int32 | None, number: Int32) -> RaggedTile:
         """Tile `number` of the sequence with this rank. A tile without used rows gets a sequence without anything to visit."""
         row = self.row(work, rank, mine)
         sequence, seqlen_q, seqlen_k, *rest = row
