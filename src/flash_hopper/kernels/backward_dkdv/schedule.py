@@ -23,10 +23,6 @@ class QuerySchedule(NamedTuple):
         block = self.first + i
         return block - cutlass.select_(block < self.end, 0, self.count)
 
-    def visit_straight(self, i: Int32) -> Int32:
-        """The same where `first` is `start`."""
-        return self.start + i
-
     @cute.jit
     def after(self, m_block: Int32) -> Int32:
         """The block after `m_block`; after a head's last one, the next head's first."""
