@@ -10,6 +10,7 @@ from flash_hopper.device.dsl import Int32, const_expr, cute, cutlass
 from flash_hopper.device.pipelines import consumer_state, load, partition, producer_state
 from flash_hopper.device.sequences import make_batch
 from flash_hopper.geometry.blocks import Blocks, key_blocks, warpgroup_blocks
+from flash_hopper.geometry.tiles import shares
 from flash_hopper.kernels.forward.args import ForwardArgs, ForwardAtoms, Pipelines, SharedTensors
 from flash_hopper.kernels.forward.storage import WG_ROWS
 from flash_hopper.plan.forward import ForwardPlan
@@ -36,7 +37,13 @@ class Producer:
         while tile.block >= 0:
             self.load_q(args, atoms, shared, pipes, tile, q_state)
             q_state.advance()
-            k_state, v_state = self.load_kv(args, atoms, shared, pipes, tile, k_state, v_state)
+            if const_expr(plan.is_ragged):
+                share = shares(tile.allocated_q, plan.consumer_warpgroups)
+                first = share.head(tile.head, 0)
+                for i in cutlass.range(share.heads(tile.head, args.work.heads), unroll=1):
+                    k_state, v_state = self.load_kv(args, atoms, shared, pipes, tile, first + i, k_state, v_state)
+            else:
+                k_state, v_state = self.load_kv(args, atoms, shared, pipes, tile, tile.head, k_state, v_state)
             tile = pipes.tiles.read(tile_state)
             tile_state.advance()
 
@@ -46,14 +53,18 @@ class Producer:
     ) -> None:
         """The tile's rows, one load per consumer warpgroup; they complete on one barrier."""
         plan = self.plan
-        rows = cute.local_tile(
-            self.batch.queries(args.mQ, tile, tile.head), (WG_ROWS, plan.tile_hdim), (None, 0)
-        )  # (64, tile_hdim, row band)
-        src, dst = partition(atoms.tma_q, rows, shared.sQ)
         wgs = plan.consumer_warpgroups
         pipes.q.producer_acquire(state)
         for wg in cutlass.range_constexpr(wgs):
-            load(atoms.tma_q, src[None, tile.block * wgs + wg], dst[None, state.index * wgs + wg], pipes.q, state)
+            head, band = tile.head, tile.block * wgs + wg
+            if const_expr(plan.is_ragged):
+                share = shares(tile.allocated_q, wgs)
+                head, band = share.head(tile.head, wg), share.band(tile.block, tile.head, wg)
+            rows = cute.local_tile(
+                self.batch.queries(args.mQ, tile, head), (WG_ROWS, plan.tile_hdim), (None, 0)
+            )  # (64, tile_hdim, row band)
+            src, dst = partition(atoms.tma_q, rows, shared.sQ)
+            load(atoms.tma_q, src[None, band], dst[None, state.index * wgs + wg], pipes.q, state)
 
     @cute.jit
     def load_kv(
@@ -63,17 +74,18 @@ class Producer:
         shared: SharedTensors,
         pipes: Pipelines,
         tile: Any,
+        head: Int32,
         k_state: Any,
         v_state: Any,
     ) -> tuple[Any, Any]:
-        """The tile's key blocks from the last to the first; returns the advanced cursors."""
+        """The tile's key blocks for a head from the last to the first; returns the advanced cursors."""
         plan, batch = self.plan, self.batch
         blocks = key_blocks(
             tile.block * plan.tile_m, plan.tile_m, batch.lengths(tile, args.mQ, args.mK), plan.tile_n,
             args.mask(plan.mask),
         )  # fmt: skip
         own = self.lane_blocks(args, tile, blocks)
-        head_k = tile.head // args.work.group
+        head_k = head // args.work.group
         mK, mV = batch.keys(args.mK, tile, head_k), batch.keys(args.mV, tile, head_k)
         k_src, k_dst = partition(atoms.tma_k, cute.local_tile(mK, (plan.tile_n, plan.tile_hdim), (None, 0)), shared.sK)
         v_src, v_dst = partition(atoms.tma_v, cute.local_tile(mV, (plan.tile_n, plan.tile_hdimv), (None, 0)), shared.sV)
