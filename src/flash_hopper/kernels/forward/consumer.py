@@ -197,32 +197,31 @@ class Consumer:
     def part(self, args: ForwardArgs, tile: Any, wg: Int32, thread: Int32) -> Part:
         """This warpgroup's part of a tile, of which it need not compute every key block."""
         plan = self.plan
-        wgs, tile_row = plan.consumer_warpgroups, tile.block * plan.tile_m
+        wgs, row = plan.consumer_warpgroups, tile.block * plan.tile_m
         lengths, mask = self.batch.lengths(tile, args.mQ, args.mK), args.mask(plan.mask)
-        whole = key_blocks(tile_row, plan.tile_m, lengths, plan.tile_n, mask)
-        own = warpgroup_blocks(tile_row, wg, lengths, plan.tile_n, mask)
+        whole = key_blocks(row, plan.tile_m, lengths, plan.tile_n, mask)
         head, band = tile.head, tile.block * wgs + wg
-        before, behind, idle = whole.end - own.end, own.start - whole.start, 0
-        if const_expr(plan.is_ragged):
-            share = shares(tile.allocated_q, wgs)
+        first, others = 0, 0  # blocks of other heads in front of its own, and all of them
+        if const_expr(plan.shares_tiles):
+            share, each = shares(tile.allocated_q, wgs), whole.end - whole.start
             head, band = share.head(tile.head, wg), share.band(tile.block, tile.head, wg)
-            own = warpgroup_blocks(band * WG_ROWS, 0, lengths, plan.tile_n, mask)
-            each, heads = whole.end - whole.start, share.heads(tile.head, args.work.heads)
-            place = head - share.head(tile.head, 0)
-            before = place * each + whole.end - own.end
-            behind = (heads - 1 - place) * each + own.start - whole.start
-            idle = (heads - 1) * each
-        row = band * WG_ROWS
+            first = (head - share.head(tile.head, 0)) * each
+            others = (share.heads(tile.head, args.work.heads) - 1) * each
+            own, row = warpgroup_blocks(band * WG_ROWS, 0, lengths, plan.tile_n, mask), band * WG_ROWS
+        else:
+            own, row = warpgroup_blocks(row, wg, lengths, plan.tile_n, mask), row + wg * WG_ROWS
+        before, behind, idle = first + whole.end - own.end, others - first + own.start - whole.start, 0
         if const_expr(plan.has_idle):
             # it computes on the tile's first block of keys, the cheapest way through, and nothing comes of it
             is_idle = row >= lengths.q
-            if const_expr(plan.is_ragged):
-                is_idle = is_idle | (head >= args.work.heads)
-                row = cutlass.select_(is_idle, lengths.q, row)  # no row of a head that does not exist
+            if const_expr(plan.shares_tiles):
+                is_missing = head >= args.work.heads
+                is_idle = is_idle | is_missing
+                row = cutlass.select_(is_missing, tile.allocated_q, row)  # no row is written
             start = whole.start
             alone = (start, start, start, start + 1)
             own = Blocks(*(cutlass.select_(is_idle, Int32(a), Int32(b)) for a, b in zip(alone, own, strict=True)))
-            idle = cutlass.select_(is_idle, Int32(idle + whole.end - 1 - start), Int32(0))
+            idle = cutlass.select_(is_idle, Int32(others + whole.end - 1 - start), Int32(0))
             before, behind = (cutlass.select_(is_idle, Int32(0), Int32(n)) for n in (before, behind))
         return Part(
             head,

@@ -6,7 +6,7 @@ V stages keep rolling over tile boundaries, so the next tile's first loads run d
 
 from typing import Any
 
-from flash_hopper.device.dsl import Int32, const_expr, cute, cutlass
+from flash_hopper.device.dsl import Constexpr, Int32, const_expr, cute, cutlass
 from flash_hopper.device.pipelines import consumer_state, load, partition, producer_state
 from flash_hopper.device.sequences import make_batch
 from flash_hopper.geometry.blocks import Blocks, key_blocks, warpgroup_blocks
@@ -37,7 +37,7 @@ class Producer:
         while tile.block >= 0:
             self.load_q(args, atoms, shared, pipes, tile, q_state)
             q_state.advance()
-            if const_expr(plan.is_ragged):
+            if const_expr(plan.shares_tiles):
                 share = shares(tile.allocated_q, plan.consumer_warpgroups)
                 first = share.head(tile.head, 0)
                 for i in cutlass.range(share.heads(tile.head, args.work.heads), unroll=1):
@@ -52,19 +52,30 @@ class Producer:
         self, args: ForwardArgs, atoms: ForwardAtoms, shared: SharedTensors, pipes: Pipelines, tile: Any, state: Any
     ) -> None:
         """The tile's rows, one load per consumer warpgroup; they complete on one barrier."""
-        plan = self.plan
-        wgs = plan.consumer_warpgroups
+        wgs = self.plan.consumer_warpgroups
         pipes.q.producer_acquire(state)
-        for wg in cutlass.range_constexpr(wgs):
-            head, band = tile.head, tile.block * wgs + wg
-            if const_expr(plan.is_ragged):
-                share = shares(tile.allocated_q, wgs)
+        if const_expr(self.plan.shares_tiles):
+            share = shares(tile.allocated_q, wgs)
+            for wg in cutlass.range(wgs, unroll=1):
                 head, band = share.head(tile.head, wg), share.band(tile.block, tile.head, wg)
-            rows = cute.local_tile(
-                self.batch.queries(args.mQ, tile, head), (WG_ROWS, plan.tile_hdim), (None, 0)
-            )  # (64, tile_hdim, row band)
-            src, dst = partition(atoms.tma_q, rows, shared.sQ)
-            load(atoms.tma_q, src[None, band], dst[None, state.index * wgs + wg], pipes.q, state)
+                self.load_bands(args, atoms, shared, pipes, tile, state, head, band, wg, 1)
+        else:
+            self.load_bands(args, atoms, shared, pipes, tile, state, tile.head, tile.block * wgs, Int32(0), wgs)
+
+    @cute.jit
+    def load_bands(
+        self, args: ForwardArgs, atoms: ForwardAtoms, shared: SharedTensors, pipes: Pipelines, tile: Any, state: Any,
+        head: Int32, band: Int32, first: Int32, count: Constexpr[int],
+    ) -> None:  # fmt: skip
+        """So many bands of 64 rows of a head, from `band` on, for the warpgroups from `first` on."""
+        plan = self.plan
+        rows = cute.local_tile(
+            self.batch.queries(args.mQ, tile, head), (WG_ROWS, plan.tile_hdim), (None, 0)
+        )  # (64, tile_hdim, row band)
+        src, dst = partition(atoms.tma_q, rows, shared.sQ)
+        slot = state.index * plan.consumer_warpgroups + first
+        for i in cutlass.range_constexpr(count):
+            load(atoms.tma_q, src[None, band + i], dst[None, slot + i], pipes.q, state)
 
     @cute.jit
     def load_kv(
