@@ -265,7 +265,9 @@ def check_bands(posted: Posted, rows: list[dict[str, int]], warpgroups: int) -> 
         assert heads == list(range(first, first + share.heads(tile.head, HEADS))), "what the producer loads keys for"
     counts = [ceil_div(row["allocated_q"], TILE) for row in rows]
     assert found == Counter(
-        (sequence, head, band) for sequence, count in enumerate(counts) for head, band in product(range(HEADS), range(count))
+        (sequence, head, band)
+        for sequence, count in enumerate(counts)
+        for head, band in product(range(HEADS), range(count))
     )
     for sequence, count in enumerate(counts):
         alone = HEADS * ceil_div(count, warpgroups)

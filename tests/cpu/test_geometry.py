@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from flash_hopper.geometry.arith import ceil_div, clamp, maximum, minimum, round_up
 from flash_hopper.geometry.blocks import WARPGROUP_ROWS, Blocks, key_blocks, query_blocks, warpgroup_blocks
 from flash_hopper.geometry.masks import UNBOUNDED, Lengths, MaskBounds, visible_keys, visible_queries
-from flash_hopper.geometry.tiles import SECTION_BYTES, SECTION_PAIRS, TileCoord, heads_per_section, tile_coord
+from flash_hopper.geometry.tiles import SECTION_BYTES, SECTION_PAIRS, TileCoord, heads_per_section, shares, tile_coord
 from flash_hopper.problem.mask import Mask
 
 LENGTHS = range(8)
@@ -330,3 +330,24 @@ def test_integer_arithmetic_is_exact_for_negative_values_too(a, b, low, high):
     assert (minimum(a, b), maximum(a, b)) == tuple(sorted((a, b)))
     clamped = clamp(a, low, high)
     assert clamped == (low if low > high else sorted((low, a, high))[1])
+
+
+@pytest.mark.parametrize("warpgroups", [1, 2, 3, 4])
+def test_warpgroups_of_the_tiles_of_a_sequence_have_every_band_of_every_head_once(warpgroups):
+    for rows, heads in product((*range(1, 200, 7), 64, 65, 128, 129, 1000), (1, 2, 3, 7, 8)):
+        share, bands = shares(rows, warpgroups), -(-rows // WARPGROUP_ROWS)
+        assert share.is_shared == (bands <= 2 and bands < warpgroups)
+        if share.is_shared:
+            tiles = [(0, number * warpgroups) for number in range(share.tiles(heads))]
+        else:
+            tiles = list(product(range(-(-bands // warpgroups)), range(heads)))
+            assert share.tiles(heads) == len(tiles)
+        found = []
+        for block, head in tiles:
+            own = [(share.head(head, wg), share.band(block, head, wg)) for wg in range(warpgroups)]
+            real = [(h, band) for h, band in own if h < heads and band < bands]
+            assert {h for h, _ in real} == set(
+                range(share.head(head, 0), share.head(head, 0) + share.heads(head, heads))
+            )
+            found += real
+        assert sorted(found) == list(product(range(heads), range(bands)))

@@ -210,6 +210,14 @@ def test_the_tile_of_a_ragged_batch_is_that_of_the_hint_in_powers_of_two_or_of_t
         assert plan_forward(dataclasses.replace(with_mask(64, 64, "full", 1), batch=0, ragged=ragged)).is_ragged
 
 
+def test_heads_share_tiles_where_the_longest_sequence_is_short_whatever_windows_reach(plans):
+    for d, kind, length in product((64, 96, 128, 256), KINDS, (1, 64, 65, 128, 129, 1024)):
+        base = with_mask(d, d, kind, LONG)
+        ragged = Ragged(True, True, False, False, LONG, LONG, length, None)
+        assert plan_forward(dataclasses.replace(base, ragged=ragged)).shares_tiles == (length <= 128)
+    assert not any(plan.shares_tiles for plan in plans if not plan.is_ragged)
+
+
 def test_windows_take_the_tile_for_windows_up_to_its_limit_whichever_end_reaches():
     for row in ROWS:
         for left, right in ((0, 0), (WINDOW_TO - 1, 0), (WINDOW_TO // 2, WINDOW_TO // 2 - 1), (127, None)):

@@ -158,7 +158,16 @@ class Consumer:
                 pipes.q.consumer_release(own_q)
             slot = own_q.index * plan.consumer_warpgroups + wg if const_expr(plan.o_aliases_q) else wg
             self.epilogue.store_o(
-                args, atoms, shared.sO[None, None, slot], frags.acc_O, softmax, own, own_part.head, own_part.band, wg, thread
+                args,
+                atoms,
+                shared.sO[None, None, slot],
+                frags.acc_O,
+                softmax,
+                own,
+                own_part.head,
+                own_part.band,
+                wg,
+                thread,
             )
             if const_expr(plan.looks_ahead):
                 k_state = self.finish_first(pipes, tile, k_state)

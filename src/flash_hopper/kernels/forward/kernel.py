@@ -53,7 +53,8 @@ class ForwardKernel:
     Consumer, per tile: QK(last), softmax; per block: QK(j - 1) and PV(j) issued in its turn, softmax(j - 1), rescale O
     if the reference moved; PV(0); normalise, store O and LSE. With `plan.looks_ahead` QK(last) of the next tile is issued
     behind PV(0). A warpgroup skips the blocks at both ends of the tile's that its rows cannot see; with `plan.frees_unseen`
-    the producer frees their stages in its place.
+    the producer frees their stages in its place. With `plan.has_idle` one without rows computes one block and frees the others.
+    With `plan.shares_tiles` a tile's warpgroups may have rows of different heads, whose keys the producer loads in turn.
 
     Programmatic dependent launch: every thread waits for the previous kernel before its first access to global memory;
     the next kernel may start its set-up when this one's producers are done.
@@ -66,7 +67,11 @@ class ForwardKernel:
         self.schedule = ScheduleKernel()
         self.scheduler = SchedulerWarp(
             RaggedTiles(
-                plan.tile_m, by_keys=False, is_descending=True, counter=COUNTERS["forward"], makes_rows=True,
+                plan.tile_m,
+                by_keys=False,
+                is_descending=True,
+                counter=COUNTERS["forward"],
+                makes_rows=True,
                 sharing=plan.consumer_warpgroups if plan.shares_tiles else None,
             )
             if plan.is_ragged

@@ -132,7 +132,8 @@ class Producer:
         if const_expr(plan.has_idle):
             is_computing = is_computing & (row + lane // WG_WARPS * WG_ROWS < lengths.q)
         start, end = (
-            cutlass.select_(is_computing, Int32(a), Int32(b)) for a, b in ((own.start, whole.start), (own.end, whole.end))
+            cutlass.select_(is_computing, Int32(a), Int32(b))
+            for a, b in ((own.start, whole.start), (own.end, whole.end))
         )
         return Blocks(start, own.inner_start, own.inner_end, end)
 
