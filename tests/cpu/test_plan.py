@@ -148,9 +148,12 @@ def test_sizes_that_are_run_time_values_do_not_change_the_plan(data):
 def test_lengths_choose_among_few_tiles():
     for d, kind, is_ragged in product(PADDED_DIMS, KINDS, (False, True)):
         lengths = (*range(2, 1200, 7), *range(1900, 5000, 61))
-        assert len({plan_forward(with_mask(d, d, kind, n, is_ragged)) for n in lengths}) <= (
-            3 if kind == "local" else 2
-        )
+        plans = {plan_forward(with_mask(d, d, kind, n, is_ragged)) for n in lengths}
+        # for long, short or padded lengths, and windows or masks; full attention has no tile of its own
+        most = 2 if kind == "full" else 3
+        assert len({(plan.tile_m, plan.tile_n, plan.has_pingpong) for plan in plans}) <= most, (d, kind, is_ragged)
+        # heads share tiles, or not, in one of them
+        assert len(plans) <= most + is_ragged, (d, kind, is_ragged)
 
 
 def test_plans_of_every_mask_and_layout_are_there_and_say_so_in_their_names(plans):
