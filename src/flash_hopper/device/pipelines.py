@@ -58,23 +58,24 @@ def await_empty(pipe: Any, state: Any) -> None:
     await_phase(pipe.sync_object_empty.get_barrier(state.index), state.phase)
 
 
-def await_refilled(pipe: Any, state: Any) -> None:
-    """Consumer that may have jumped over what the stage held before: until it is full with what `state` stands for.
+def await_stage(pipe: Any, state: Any, may_have_jumped: bool) -> None:
+    """Consumer: until the stage is full. `may_have_jumped`: it may not have waited for what the stage held before.
 
-    Who did not wait for that filling cannot know whether it ever arrived, and to whom it has not, the next one seems to be there:
-    a parity tells fillings apart only from the one after. But the next filling is loaded only when this one has been freed, and the
-    barrier of the free stage cannot be two rounds ahead, as this consumer takes part in the next round.
+    Who did not cannot know whether that ever arrived, and until it has, the next filling seems to be there: a parity tells a filling
+    apart only from the one after. But the next one is loaded only when the one before has been freed, and the barrier of the free
+    stage cannot be two rounds ahead, as this consumer takes part in the next round.
     """
-    pipe.sync_object_empty.wait(state.index, state.phase ^ 1)
+    if may_have_jumped:
+        pipe.sync_object_empty.wait(state.index, state.phase ^ 1)
     pipe.consumer_wait(state)
 
 
-def skip_stage(pipe: Any, state: Any) -> Any:
+def skip_stage(pipe: Any, state: Any, may_have_jumped: bool = False) -> Any:
     """Consumer: free the next stage unread; returns the cursor behind it.
 
     The wait is needed: an arrival before the stage was filled could count for the round before.
     """
-    pipe.consumer_wait(state)
+    await_stage(pipe, state, may_have_jumped)
     pipe.consumer_release(state)
     state.advance()
     return state

@@ -64,9 +64,10 @@ class LengthArgs(NamedTuple):
 class RaggedArgs(NamedTuple):
     """What a launch of a ragged batch gets beside its tensors, of which each is the first padded entry, or the packed rows.
 
-    table: address of the table (`plan/schedule.py`), on a 32-byte boundary; sequences: how many, without the one of unused
-    rows; entries: of each tensor with rows, in the order of the call, how many elements lie between two padded entries, 0 if
-    packed; lengths: for the first kernel of a call, which has the table written.
+    table: address of the table (`plan/schedule.py`), on a 32-byte boundary, or of a counter alone for the forward of few
+    sequences; sequences: how many, without the one of unused rows; entries: of each tensor with rows, in the order of the
+    call, how many elements lie between two padded entries, 0 if packed; lengths: for the first kernel of a call, which has the
+    table written.
     """
 
     table: Int64

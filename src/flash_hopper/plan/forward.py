@@ -29,8 +29,8 @@ class ForwardPlan:
     `tile_m` query rows (64 per consumer warpgroup) and `tile_n` keys per step; head dims rounded up to `HDIM_STEP`, the
     real ones are run-time sizes. `q_stages` > 1 loads the next tile's Q during this tile; with `o_aliases_q` the output
     is staged in Q's buffer. `mask` says which bounds the kernel knows; `negates_scores` serves a negative softmax scale;
-    `has_lse` stores the log-sum-exp. `scheduler` says how persistent CTAs find their next tile; `is_ragged` that sequences
-    are described by a table on the device, and `shares_tiles` that heads of a short one share tiles (`geometry/tiles.py`).
+    `has_lse` stores the log-sum-exp. `scheduler` says how persistent CTAs find their next tile; `is_ragged` that the
+    lengths of sequences are on the device, and `shares_tiles` that heads of a short one share tiles (`geometry/tiles.py`).
     """
 
     dtype: DType

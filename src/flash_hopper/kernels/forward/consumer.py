@@ -22,7 +22,7 @@ from flash_hopper.device.dsl import (
 from flash_hopper.device.gemm import issue
 from flash_hopper.device.layouts import acc_as_operand_a, acc_as_rows, transposed
 from flash_hopper.device.masking import mask_columns
-from flash_hopper.device.pipelines import await_refilled, consumer_state, skip_stage
+from flash_hopper.device.pipelines import await_stage, consumer_state, skip_stage
 from flash_hopper.device.registers import to_operand
 from flash_hopper.device.sequences import make_batch
 from flash_hopper.device.softmax import SoftmaxState, make_state, scale_rows, update
@@ -251,7 +251,7 @@ class Consumer:
         """A tile's first scores, not waited for. Without a tile nobody loads anything, and the product is of no use."""
         if tile.block >= 0:
             pipes.q.consumer_wait(q_state)
-            self.await_stage(pipes.k, k_state)
+            await_stage(pipes.k, k_state, self.plan.frees_unseen)
         q_slot = q_state.index * self.plan.consumer_warpgroups + wg
         issue(
             atoms.mma_qk, frags.acc_S, frags.tSrQ[None, None, None, q_slot],
@@ -321,7 +321,7 @@ class Consumer:
                     args, atoms, pipes, frags, softmax, part, q_slot, k_state, v_state, wg, rest - 1 - i, LEFT
                 )
         # drain
-        self.await_stage(pipes.v, v_state)
+        await_stage(pipes.v, v_state, self.plan.frees_unseen)
         issue(atoms.mma_pv, frags.acc_O, frags.tOrP, frags.tOrVt[None, None, None, v_state.index], False)
         return k_state, v_state
 
@@ -340,25 +340,9 @@ class Consumer:
             for _ in cutlass.range(count, unroll=1):
                 self.turns.wait(wg)
                 self.turns.pass_on(wg)
-                k_state = self.skip_stage(pipes.k, k_state)
-                v_state = self.skip_stage(pipes.v, v_state)
+                k_state = skip_stage(pipes.k, k_state, self.plan.frees_unseen)
+                v_state = skip_stage(pipes.v, v_state, self.plan.frees_unseen)
         return k_state, v_state
-
-    def skip_stage(self, pipe: Any, state: Any) -> Any:
-        """Free the next stage unread, not before it is full; the cursor behind it."""
-        if not self.plan.frees_unseen:
-            return skip_stage(pipe, state)
-        self.await_stage(pipe, state)
-        pipe.consumer_release(state)
-        state.advance()
-        return state
-
-    def await_stage(self, pipe: Any, state: Any) -> None:
-        """Until a stage of K or V is full."""
-        if self.plan.frees_unseen:
-            await_refilled(pipe, state)
-        else:
-            pipe.consumer_wait(state)
 
     @cute.jit
     def skip_turns(self, count: Int32, wg: Int32) -> None:
@@ -385,13 +369,13 @@ class Consumer:
         ends: Constexpr[Ends],
     ) -> tuple[Any, Any]:
         """Steady state: scores of `n_block`, and PV of the block before it, whose P is in registers."""
-        self.await_stage(pipes.k, k_state)
+        await_stage(pipes.k, k_state, self.plan.frees_unseen)
         self.turns.wait(wg)
         issue(
             atoms.mma_qk, frags.acc_S, frags.tSrQ[None, None, None, q_slot],
             frags.tSrK[None, None, None, k_state.index], True,
         )  # fmt: skip
-        self.await_stage(pipes.v, v_state)
+        await_stage(pipes.v, v_state, self.plan.frees_unseen)
         issue(atoms.mma_pv, frags.acc_O, frags.tOrP, frags.tOrVt[None, None, None, v_state.index], False)
         self.turns.pass_on(wg)
         warpgroup.wait_group(1)  # QK done, PV may still run

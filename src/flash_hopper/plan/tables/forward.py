@@ -29,8 +29,8 @@ class Tile:
 class Row:
     """Serves head dims up to `hdim` and `hdimv`.
 
-    `tile` serves what no other does; `short` replaces it where it pads fewer query rows; `causal` serves masks up to
-    `causal_to` rows, where the masked part of the diagonal weighs more; `window` serves windows up to `WINDOW_TO` keys;
+    `tile` serves what no other does; `short` replaces it where it pads fewer query rows and nothing is masked; `causal` serves masks
+    up to `causal_to` rows, where the masked part of the diagonal weighs more; `window` serves windows up to `WINDOW_TO` keys;
     `ragged` serves ragged batches up to `RAGGED_TO` rows. `why` is the basis.
     """
 
@@ -66,15 +66,20 @@ WINDOW_TO = 2048
 # (H200, 2026-11, docs/findings/ragged.md).
 RAGGED_TO = 8192
 
-D64, D128_CAUSAL, WINDOW_192 = Tile(256, 64, kv_stages=4), Tile(192, 64, False, 3), Tile(192, 64, False, 4)
+# Small blocks of keys, of which few are cut; the latter two without turns, so that warpgroups may drift apart.
+FOUR_WARPGROUPS, THREE_STAGES, FOUR_STAGES = (
+    Tile(256, 64, kv_stages=4),
+    Tile(192, 64, False, 3),
+    Tile(192, 64, False, 4),
+)
 
 ROWS = (
-    Row(64, 64, Tile(192, 128), D64, D64, 4096, Tile(256, 64, False, 4), D64,
+    Row(64, 64, Tile(192, 128), FOUR_WARPGROUPS, FOUR_WARPGROUPS, 4096, Tile(256, 64, False, 4), FOUR_WARPGROUPS,
         "H200, 2026-11: full 4k 570 against 566, causal 2k 460 against 484, window 1024 430 against 447; four stages instead "
         "of two in the short tile: full 1k 512 and 539, causal 2k 497 and 511"),
-    Row(96, 96, Tile(192, 96), Tile(128, 128), Tile(128, 128), 2048, WINDOW_192, D128_CAUSAL,
+    Row(96, 96, Tile(192, 96), Tile(128, 128), Tile(128, 128), 2048, FOUR_STAGES, THREE_STAGES,
         "registers: 48 S + 24 P + 48 O of 160; thresholds as for 128"),
-    Row(128, 128, Tile(192, 80), Tile(128, 128), D128_CAUSAL, 2048, WINDOW_192, D128_CAUSAL,
+    Row(128, 128, Tile(192, 80), Tile(128, 128), THREE_STAGES, 2048, FOUR_STAGES, THREE_STAGES,
         "H200, 2026-11: full 4k 772 against 741; us of causal 1k 132.8 (128x128) and 132.0, 2k 217.6 and 215.4, 4k 398.9 (192x80) "
         "and 408.8 since who jumps over stages waits twice; window 1024 538 against 580"),
     Row(192, 128, Tile(128, 112), None, None, 0, None, None, "largest n that leaves room for a separate O buffer"),
@@ -97,7 +102,7 @@ def choose_tile(hdim: int, hdimv: int, mask: MaskKind, seqlen_q: int, is_ragged:
         return row.ragged
     if mask != "full" and seqlen_q <= row.causal_to and _suits(row.causal, mask):
         return row.causal
-    if not _suits(row.short, mask):
+    if row.short is None or mask != "full":
         return row.tile
     padded, padded_short = round_up(seqlen_q, row.tile.m), round_up(seqlen_q, row.short.m)
     return row.short if padded > SHORT_TILE_GAIN * padded_short else row.tile
