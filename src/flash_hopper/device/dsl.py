@@ -8,7 +8,7 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
-from cutlass import BFloat16, Boolean, Constexpr, Float16, Float32, Int32, Int64, const_expr
+from cutlass import BFloat16, Boolean, Constexpr, Float8E4M3FN, Float16, Float32, Int32, Int64, const_expr
 from cutlass._mlir.dialects import llvm
 from cutlass._mlir.extras import types as mlir_types
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
@@ -26,6 +26,7 @@ __all__ = [
     "BFloat16",
     "Boolean",
     "Constexpr",
+    "Float8E4M3FN",
     "Float16",
     "Float32",
     "Int32",

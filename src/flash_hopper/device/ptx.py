@@ -41,6 +41,44 @@ def multiply_rounded(a: Float32, b: Float32, *, loc: Any = None, ip: Any = None)
 
 
 @dsl_user_op
+def copy_async_16(dst: Any, src: Any, size: Int32, *, loc: Any = None, ip: Any = None) -> None:
+    """cp.async.cg.shared.global: 16 bytes to shared memory at `dst`, the first `size` of them from global memory at `src`, the others
+    zeros. Both 16-byte aligned; nothing is read where the size is 0. Part of the thread's group that is committed next."""
+    llvm.inline_asm(
+        None,
+        [x.ir_value(loc=loc, ip=ip) for x in (dst.toint(loc=loc, ip=ip), src.toint(loc=loc, ip=ip), Int32(size))],
+        "cp.async.cg.shared.global [$0], [$1], 16, $2;",
+        "r,l,r,~{memory}",
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
+def opaque(value: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
+    """mov.b32: the same value, of which the compiler knows nothing.
+
+    Volatile: what a loop computes from it stays in the loop instead of occupying registers all along.
+    """
+    return Int32(
+        llvm.inline_asm(
+            mlir_types.i32(),
+            [Int32(value).ir_value(loc=loc, ip=ip)],
+            "mov.b32 $0, $1;",
+            "=r,r",
+            has_side_effects=True,
+            is_align_stack=False,
+            asm_dialect=llvm.AsmDialect.AD_ATT,
+            loc=loc,
+            ip=ip,
+        )
+    )
+
+
+@dsl_user_op
 def pack_16bit(lo: Float32, hi: Float32, dtype: DType, *, loc: Any = None, ip: Any = None) -> Int32:
     """cvt.rn.{bf16x2,f16x2}.f32: two floats to one register, `lo` in the low half.
 

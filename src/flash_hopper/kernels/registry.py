@@ -10,6 +10,7 @@ from flash_hopper.kernels.backward_dq import kernel as backward_dq
 from flash_hopper.kernels.forward import kernel as forward
 from flash_hopper.kernels.postprocess import kernel as postprocess
 from flash_hopper.kernels.preprocess import kernel as preprocess
+from flash_hopper.kernels.quantize import kernel as quantize
 
 _KERNELS: dict[str, tuple[Any, Any]] = {
     "forward": (forward.ForwardKernel, forward.placeholder_arguments),
@@ -17,6 +18,7 @@ _KERNELS: dict[str, tuple[Any, Any]] = {
     "backward_dkdv": (backward_dkdv.BackwardDkdvKernel, backward_dkdv.placeholder_arguments),
     "backward_dq": (backward_dq.BackwardDqKernel, backward_dq.placeholder_arguments),
     "postprocess": (postprocess.PostprocessKernel, postprocess.placeholder_arguments),
+    "quantize": (quantize.QuantizeKernel, quantize.placeholder_arguments),
 }
 
 
