@@ -5,8 +5,10 @@ head, or for each block of `FP8_BLOCK` rows (specification 6.4); `checked_descal
 `geometry/fp8.py` has the order of keys; `attention.py` checks everything else.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+# What a kernel must be able to do: factors of a whole sequence and head, or of each block of rows.
+DescaleForm = Literal["scalar", "block"]
 FP8_BLOCK = 128  # rows that share a descale; also what the keys of `Fp8Values` are padded to
 
 
