@@ -19,7 +19,7 @@ from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 
 from flash_hopper.problem.dtypes import DType
 
-ELEMENT_TYPES = {DType.BF16: BFloat16, DType.FP16: Float16}
+ELEMENT_TYPES = {DType.BF16: BFloat16, DType.FP16: Float16, DType.E4M3: Float8E4M3FN}
 
 __all__ = [
     "ELEMENT_TYPES",

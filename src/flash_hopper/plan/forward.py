@@ -48,6 +48,11 @@ class ForwardPlan:
     kind = "forward"
 
     @property
+    def out_dtype(self) -> DType:
+        """Element type of the output."""
+        return self.dtype
+
+    @property
     def consumer_warpgroups(self) -> int:
         """Warpgroups that compute; each owns 64 query rows."""
         return self.tile_m // 64
@@ -93,7 +98,7 @@ def plan_forward(problem: AttentionProblem) -> ForwardPlan:
     """The plan for a problem. Depends on dtype, head dims, flags and, for the tile height, on the lengths."""
     hdim, hdimv = round_up(problem.head_dim, HDIM_STEP), round_up(problem.head_dim_v, HDIM_STEP)
     mask = problem.mask.simplified(problem.seqlen_q, problem.seqlen_k)
-    tile = choose_tile(hdim, hdimv, mask.kind, _typical_rows(problem, mask))
+    tile = choose_tile(hdim, hdimv, mask.kind, typical_rows(problem, mask))
     buffers = choose_buffers(tile, hdim, hdimv, problem.dtype.itemsize)
     return ForwardPlan(
         dtype=problem.dtype,
@@ -113,7 +118,7 @@ def plan_forward(problem: AttentionProblem) -> ForwardPlan:
     )
 
 
-def _typical_rows(problem: AttentionProblem, mask: Mask) -> int:
+def typical_rows(problem: AttentionProblem, mask: Mask) -> int:
     """The length by which a tile is chosen: that of a sequence, or how far a window reaches if that is less. Of a ragged
     batch the longest sequence as far as the caller says, in powers of two so that few hints are told apart."""
     rows, ragged = problem.seqlen_q, problem.ragged

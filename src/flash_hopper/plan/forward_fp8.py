@@ -1,0 +1,151 @@
+"""The plan of the e4m3 forward: everything about the kernel that is fixed at compile time.
+
+As `plan/forward.py`, which it shares masks, stages and schedulers with. What is different: how sums of the second product
+are kept accurate, what the descales look like, and in which form V comes.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from flash_hopper.geometry.arith import round_up
+from flash_hopper.plan.budget import choose_fp8_buffers
+from flash_hopper.plan.forward import ForwardPlan, typical_rows
+from flash_hopper.plan.tables.forward_fp8 import PLAIN, TILE_N, choose_fp8_tile
+from flash_hopper.problem.attention import AttentionProblem
+from flash_hopper.problem.dtypes import DType
+from flash_hopper.problem.features import Feature
+from flash_hopper.problem.fp8 import DescaleForm
+from flash_hopper.problem.mask import MaskKind
+
+HDIM_STEP = 32  # head dims are padded to this in shared memory: what one 8-bit wgmma multiplies
+MIN_TILE_HDIM = 64
+SUM_COLUMNS = 8  # of ones behind V's: the smallest step of a wgmma's width
+Accumulation = Literal["two_level", "plain"]
+ValueForm = Literal["transposed", "rows"]
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardFp8Plan:
+    """Compile-time choices of the e4m3 forward kernel. Fields that `ForwardPlan` has mean the same.
+
+    `accumulation`: with "two_level" PV of each key block starts a fresh sum, which is added to O in float32: the tensor core
+    truncates its sums to 14 bits, and over 16k keys loses a quarter of values of one sign. "plain" sums in the tensor core.
+    `overlaps` and `pieces`: see `Fp8Tile`. `descales`: whether scores and values of each key block have factors of their own.
+    `values`: V comes transposed (`Fp8Values`), or in rows and is transposed on chip. The largest weight of a row is
+    2^`p_log2` when it is rounded; the reference moves if one exceeds that by more than 2^`lazy_log2`.
+    """
+
+    out_dtype: DType
+    tile_hdim: int
+    tile_hdimv: int
+    tile_m: int
+    tile_n: int
+    q_stages: int
+    kv_stages: int
+    o_aliases_q: bool
+    has_pingpong: bool
+    scheduler: Literal["static", "dynamic"]
+    mask: MaskKind
+    is_ragged: bool
+    has_lse: bool
+    negates_scores: bool
+    accumulation: Accumulation
+    overlaps: bool
+    pieces: int
+    descales: DescaleForm
+    values: ValueForm
+    p_log2: int = 8
+    lazy_log2: float = 0.0
+
+    kind = "forward_fp8"
+    dtype = DType.E4M3  # of Q, K, V and P
+    looks_ahead = ForwardPlan.looks_ahead
+    frees_unseen = ForwardPlan.frees_unseen
+
+    @property
+    def consumer_warpgroups(self) -> int:
+        """Warpgroups that compute; each owns 64 query rows."""
+        return self.tile_m // 64
+
+    @property
+    def is_two_level(self) -> bool:
+        """Whether each block's PV is a sum of its own."""
+        return self.accumulation == "two_level"
+
+    @property
+    def has_sum_columns(self) -> bool:
+        """Whether row sums come from PV, of the rounded weights and columns of ones; else from weights that are not rounded.
+
+        A sum in the tensor core must be as short as O's. Cut in pieces, one would be wider than the others.
+        """
+        return self.is_two_level and self.pieces == 1
+
+    @property
+    def value_rows(self) -> int:
+        """Rows of a transposed V in shared memory: its columns, and those of ones."""
+        return self.tile_hdimv + SUM_COLUMNS * self.has_sum_columns
+
+    @property
+    def name(self) -> str:
+        """Readable and unique among forward plans, e.g. for symbols, cache listings and tests."""
+        flags = [
+            self.mask,
+            self.scheduler,
+            self.accumulation.replace("_", ""),
+            *([] if self.overlaps else [f"serial{self.pieces}"]),
+            *(["blockscales"] if self.descales == "block" else []),
+            *(["vrows"] if self.values == "rows" else []),
+            *(["ragged"] if self.is_ragged else []),
+            *(["lse"] if self.has_lse else []),
+            *(["neg"] if self.negates_scores else []),
+            *(["pingpong"] if self.has_pingpong else []),
+            *(["oq"] if self.o_aliases_q else []),
+            *([] if self.p_log2 == 8 else [f"p{self.p_log2}"]),
+            *([f"lazy{self.lazy_log2}".replace(".", "_")] if self.lazy_log2 else []),
+        ]
+        head = f"forward_fp8_{self.out_dtype}_d{self.tile_hdim}_dv{self.tile_hdimv}"
+        return f"{head}_{self.tile_m}x{self.tile_n}_q{self.q_stages}kv{self.kv_stages}_" + "_".join(flags)
+
+
+def padded_head_dim(size: int) -> int:
+    """A head dim as the kernel has it in shared memory."""
+    return max(round_up(size, HDIM_STEP), MIN_TILE_HDIM)
+
+
+def plan_forward_fp8(
+    problem: AttentionProblem,
+    out_dtype: DType,
+    descales: DescaleForm,
+    values: ValueForm,
+    accumulation: Accumulation = "two_level",
+) -> ForwardFp8Plan:
+    """The plan for a problem of dtype e4m3, its output, the form of its descales and of V."""
+    hdim, hdimv = padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v)
+    mask = problem.mask.simplified(problem.seqlen_q, problem.seqlen_k)
+    is_plain = accumulation == "plain"
+    tile = PLAIN if is_plain else choose_fp8_tile(hdim, hdimv, typical_rows(problem, mask))
+    has_sums = not is_plain and tile.pieces == 1
+    buffers = choose_fp8_buffers(
+        tile.m, TILE_N, hdim, hdimv, SUM_COLUMNS * has_sums, out_dtype.itemsize, tile.kv_stages
+    )
+    return ForwardFp8Plan(
+        out_dtype=out_dtype,
+        tile_hdim=hdim,
+        tile_hdimv=hdimv,
+        tile_m=tile.m,
+        tile_n=TILE_N,
+        q_stages=buffers.q_stages,
+        kv_stages=buffers.kv_stages,
+        o_aliases_q=buffers.o_aliases_q,
+        has_pingpong=tile.has_pingpong,
+        scheduler="static" if mask.kind == "full" and problem.ragged is None else "dynamic",
+        mask=mask.kind,
+        is_ragged=problem.ragged is not None,
+        has_lse=Feature.LSE in problem.features,
+        negates_scores=Feature.NEGATIVE_SCALE in problem.features,
+        accumulation=accumulation,
+        overlaps=tile.overlaps,
+        pieces=tile.pieces,
+        descales=descales,
+        values=values,
+    )
