@@ -10,8 +10,9 @@ brute force.
 from typing import NamedTuple
 
 from flash_hopper.geometry.arith import Int
+from flash_hopper.problem.fp8 import FP8_BLOCK
 
-BLOCK_ROWS = 128  # rows of one head that share a scale, and that a CTA handles at a time
+BLOCK_ROWS = FP8_BLOCK  # rows of one head that share a scale, and that a CTA handles at a time
 STRIP = 64  # consecutive elements of a thread; a Hadamard block is a part of a strip, or 2 or 4 strips
 CHUNK_BYTES = 16
 COLUMNS = 8  # elements of a row that a thread transposes
@@ -67,8 +68,3 @@ def transposed_word(place: TransposePlace, element: int, half: int) -> Int:
 def transposed_chunk(row: Int, unit: Int) -> Int:
     """Where, in chunks of 16 bytes, keys [16 * unit, 16 * unit + 16) of a row of the transposed block lie."""
     return row * 8 + (unit ^ (row // COLUMNS & 7))
-
-
-def value_key(quad: Int, j: int) -> Int:
-    """Which of 16 keys position 4 * quad + j of the transposed order holds."""
-    return 8 * (j // 2) + 2 * quad + j % 2

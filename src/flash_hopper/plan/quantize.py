@@ -15,9 +15,9 @@ from typing import Literal
 from flash_hopper.geometry.strips import BLOCK_ROWS, threads_of
 from flash_hopper.plan.budget import SMEM_LIMIT_BYTES, SMEM_RESERVED_BYTES
 from flash_hopper.problem.dtypes import DType
+from flash_hopper.problem.quantize import RotaryKind
 
 Purpose = Literal["block", "absmax", "scaled", "transform"]
-Rotary = Literal["none", "interleaved", "halves"]
 
 MOST_STAGES = 3
 TABLE_BYTES = 1024  # maxima of the warps and places of the tiles in flight
@@ -29,7 +29,8 @@ class QuantizePlan:
     """Compile-time choices of the quantise kernel.
 
     `hadamard`: elements that are transformed together, a power of two, 0 for none; `rotary_dim`: how many elements are turned;
-    `has_wide_table`: cos and sin are float32, else of the dtype; `is_transposed`: codes are written as V^T.
+    `has_wide_table`: cos and sin are float32, else of the dtype; `has_offsets`: positions start at a number of each sequence;
+    `is_transposed`: codes are written as V^T.
     """
 
     dtype: DType
@@ -38,9 +39,10 @@ class QuantizePlan:
     is_transposed: bool
     hadamard: int
     has_signs: bool
-    rotary: Rotary
+    rotary: RotaryKind
     rotary_dim: int
     has_wide_table: bool
+    has_offsets: bool
     is_ragged: bool
     has_seqused: bool
 
@@ -84,6 +86,7 @@ class QuantizePlan:
             "signs" if self.has_signs else "",
             f"{self.rotary}{self.rotary_dim}" if self.rotary != "none" else "",
             "wide" if self.has_wide_table else "",
+            "offsets" if self.has_offsets else "",
             "ragged" if self.is_ragged else "",
             "used" if self.has_seqused else "",
         ]

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from flash_hopper.device.dsl import Float32, Int32, cute
+from flash_hopper.device.dsl import Int32, cute
 
 
 class RotaryArgs(NamedTuple):

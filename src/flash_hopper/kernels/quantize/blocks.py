@@ -1,14 +1,16 @@
 """Which block a number stands for: of a dense batch by division, of a ragged one by a search in `cu_seqlens`.
 
 Heads are next to each other, so that CTAs that run at the same time read neighbouring memory. Sequence b of a ragged batch
-has the blocks from number cu_seqlens[b] / 128 + b on (`problem/fp8.py`); the rows behind the last sequence are one more.
+has the blocks from number cu_seqlens[b] / 128 + b on (`geometry/fp8.py`); the rows behind the last sequence are one more.
 """
 
 from flash_hopper.device.dsl import Int32, const_expr, cute
 from flash_hopper.geometry.arith import clamp
+from flash_hopper.geometry.fp8 import packed_block
 from flash_hopper.geometry.strips import BLOCK_ROWS
 from flash_hopper.kernels.quantize.args import Block, LengthArgs
 from flash_hopper.plan.roles import WARP
+from flash_hopper.problem.fp8 import block_count, packed_block_count
 
 
 class DenseBlocks:
@@ -20,7 +22,7 @@ class DenseBlocks:
 
     def count(self, mX: cute.Tensor, lengths: LengthArgs | None) -> Int32:
         """Blocks of one head of one entry."""
-        return (mX.shape[1] + BLOCK_ROWS - 1) // BLOCK_ROWS
+        return block_count(mX.shape[1])
 
     @cute.jit
     def block(self, number: Int32, columns: Int32, mX: cute.Tensor, lengths: LengthArgs | None) -> Block:
@@ -48,7 +50,7 @@ class RaggedBlocks:
 
     def count(self, mX: cute.Tensor, lengths: LengthArgs) -> Int32:
         """Blocks of one head, more than there can be."""
-        return mX.shape[1] // BLOCK_ROWS + lengths.cu_seqlens.shape[0]
+        return packed_block_count(mX.shape[1], lengths.cu_seqlens.shape[0] - 1)
 
     @cute.jit
     def block(self, number: Int32, columns: Int32, mX: cute.Tensor, lengths: LengthArgs) -> Block:
@@ -63,7 +65,7 @@ class RaggedBlocks:
             used = end - start
             if const_expr(lengths.seqused is not None):
                 used = clamp(lengths.seqused[sequence], 0, end - start)
-        position = (column - start // BLOCK_ROWS - sequence) * BLOCK_ROWS
+        position = (column - packed_block(start, sequence)) * BLOCK_ROWS
         return Block(
             Int32(0), sequence, head, column, start + position, position, clamp(used - position, 0, BLOCK_ROWS),
             clamp(end - start - position, 0, BLOCK_ROWS),
@@ -79,7 +81,7 @@ class RaggedBlocks:
             starts = Int32(0)
             if first + lane < cu_seqlens.shape[0]:
                 start = clamp(cu_seqlens[first + lane], 0, rows)
-                if start // BLOCK_ROWS + first + lane <= column:
+                if packed_block(start, first + lane) <= column:
                     starts = Int32(1)
             found = Int32(cute.arch.popc(cute.arch.vote_ballot_sync(starts != 0)))
             before = before + found

@@ -326,7 +326,7 @@ def rotary_placeholders(plan: QuantizePlan) -> RotaryArgs | None:
         return None
     table = Float32 if plan.has_wide_table else element_type(plan.dtype)
     shape = (placeholders.size(), plan.rotary_dim // 2)
-    offsets = make_fake_tensor(Int32, (placeholders.size(),), (1,), assumed_align=4)
+    offsets = make_fake_tensor(Int32, (placeholders.size(),), (1,), assumed_align=4) if plan.has_offsets else None
     return RotaryArgs(chunked(table, *shape), chunked(table, *shape), offsets, Int32(0))
 
 

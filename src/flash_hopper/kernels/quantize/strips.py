@@ -8,12 +8,11 @@ elements up to 32 apart are a thread's own; for n = 128 and 256 one or two follo
 first, so that no sum overflows; what is missing then is in the factor that the kernel is given.
 """
 
-from typing import Any
-
 from flash_hopper.device.dsl import Float8E4M3FN, Float32, Int32, const_expr, cute, cutlass
 from flash_hopper.device.ptx import opaque
 from flash_hopper.geometry.arith import minimum
-from flash_hopper.geometry.strips import COLUMNS, KEYS, STRIP, swizzled, transpose_place, transposed_word, value_key
+from flash_hopper.geometry.fp8 import key_at
+from flash_hopper.geometry.strips import COLUMNS, KEYS, STRIP, swizzled, transpose_place, transposed_word
 from flash_hopper.kernels.quantize.args import Block, RotaryArgs
 from flash_hopper.plan.quantize import QuantizePlan
 
@@ -67,9 +66,10 @@ class RowStrips:
             piece = cute.make_tensor(values.iterator + j * COLUMNS, cute.make_layout(COLUMNS))
             piece.store(own.load().to(Float32))
             if const_expr(plan.rotary != "none"):
-                if const_expr(plan.rotary_dim == plan.head_dim):
-                    self.turn(sX, piece, block, rotary, number // columns, number % columns)
-                elif number % columns < plan.rotary_dim // COLUMNS:
+                if const_expr(plan.rotary_dim < plan.head_dim):
+                    if number % columns < plan.rotary_dim // COLUMNS:
+                        self.turn(sX, piece, block, rotary, number // columns, number % columns)
+                else:
                     self.turn(sX, piece, block, rotary, number // columns, number % columns)
             if const_expr(plan.has_signs and not self.has_packed_signs):
                 self.change_signs(piece, sSigns, number % columns)
@@ -181,7 +181,7 @@ class KeyStrips:
         """values (64,) float32: 8 elements of each key, key after key."""
         place = transpose_place(thread, self.plan.head_dim)
         for k in cutlass.range_constexpr(KEYS):
-            key = 32 * place.group + 16 * (k // 4) + value_key(place.quad, k % 4)
+            key = 32 * place.group + 16 * (k // 4) + key_at(4 * place.quad + k % 4)
             found = widened(packed_piece(sX, key * (self.plan.head_dim // COLUMNS) + place.column, self.chunks))
             for i in cutlass.range_constexpr(COLUMNS):
                 values[k * COLUMNS + i] = found[i]
