@@ -263,7 +263,7 @@ class Consumer:
         if const_expr(self.is_windowed):
             self.mask_scores(args, frags, part, last, is_cut_left, BOTH)
         self.mask_scores(args, frags, part, last, not is_cut_left and last >= blocks.inner_end, RIGHT)
-        self.first_probabilities(args, frags, softmax, part, last)
+        self.first_probabilities(args, atoms, pipes, frags, softmax, part, v_state, wg, last)
         if const_expr(plan.o_aliases_q and plan.q_stages > 1):
             if holds:  # by now the store has read it
                 self.release_held(pipes, held, thread)
@@ -288,19 +288,28 @@ class Consumer:
                 k_state, v_state = self.step(
                     args, atoms, pipes, frags, softmax, part, q_slot, k_state, v_state, wg, rest - 1 - i, LEFT
                 )
-        self.drain(atoms, pipes, frags, softmax, v_state)
+        self.drain(atoms, pipes, frags, v_state, wg)
         return k_state, v_state
 
     @cute.jit
     def first_probabilities(
-        self, args: ForwardArgs, frags: Fragments, softmax: SoftmaxState, part: Part, n_block: Int32
+        self,
+        args: ForwardArgs,
+        atoms: ForwardAtoms,
+        pipes: Pipelines,
+        frags: Fragments,
+        softmax: SoftmaxState,
+        part: Part,
+        v_state: Any,
+        wg: Int32,
+        n_block: Int32,
     ) -> None:
         """P of a tile's first block, whose masked scores are in registers."""
         update(softmax, acc_as_rows(frags.acc_S), args.scale_log2, True)
         to_operand(frags.acc_S, frags.tOrP, self.plan.dtype)
 
     @cute.jit
-    def drain(self, atoms: ForwardAtoms, pipes: Pipelines, frags: Fragments, softmax: SoftmaxState, v_state: Any) -> None:
+    def drain(self, atoms: ForwardAtoms, pipes: Pipelines, frags: Fragments, v_state: Any, wg: Int32) -> None:
         """Issue PV of a tile's last block."""
         pipes.v.consumer_wait(v_state)
         issue(atoms.mma_pv, frags.acc_O, frags.tOrP, frags.tOrVt[None, None, None, v_state.index], False)

@@ -93,15 +93,27 @@ class Fp8Consumer(Consumer):
 
     @cute.jit
     def first_probabilities(  # type: ignore[override]
-        self, args: Fp8Args, frags: Fp8Fragments, state: E4m3State, part: Fp8Part, n_block: Int32
+        self,
+        args: Fp8Args,
+        atoms: Fp8Atoms,
+        pipes: Pipelines,
+        frags: Fp8Fragments,
+        state: E4m3State,
+        part: Fp8Part,
+        v_state: Any,
+        wg: Int32,
+        n_block: Int32,
     ) -> None:
-        """P of a tile's first block, whose masked scores are in registers."""
+        """Weights of a tile's first block, whose masked scores are in registers, and PV if nothing is to run beside it."""
         factors = self.descales.of_block(args, part.scales, n_block)
         if const_expr(self.descales.has_units):
             start_units(state.units, factors.value)
         self.move_reference(frags, state, factors, True)
         self.probabilities(frags, state, factors)
         advance(state)
+        if const_expr(not self.plan.overlaps):
+            self.turns.wait(wg)
+            self.add_values(atoms, pipes, frags, state, v_state)
 
     @cute.jit
     def step(  # type: ignore[override]
@@ -119,26 +131,25 @@ class Fp8Consumer(Consumer):
         n_block: Int32,
         ends: Constexpr[Ends],
     ) -> tuple[Any, Any]:
-        """Steady state: scores of `n_block`, and PV of the block before it, whose weights are in registers."""
+        """Steady state: scores of `n_block`, and PV of the block before it; or, if not beside each other, PV of its own."""
         factors = self.descales.of_block(args, part.scales, n_block)
-        scores = frags.tSrQ[None, None, None, q_slot]
-        if const_expr(self.plan.overlaps):
-            pipes.k.consumer_wait(k_state)
-            self.turns.wait(wg)
-            issue(atoms.mma_qk, frags.acc_S, scores, frags.tSrK[None, None, None, k_state.index], True)
-            pipes.v.consumer_wait(v_state)
-            self.issue_values(atoms, frags, v_state.index)
-            self.turns.pass_on(wg)
-            warpgroup.wait_group(1)  # QK done, PV may still run
-        else:
-            pipes.v.consumer_wait(v_state)
-            self.turns.wait(wg)
-            self.add_values(atoms, frags, state, v_state.index)
+        if const_expr(not self.plan.overlaps):  # of the block before
             pipes.v.consumer_release(v_state)
             v_state.advance()
-            pipes.k.consumer_wait(k_state)
-            issue(atoms.mma_qk, frags.acc_S, scores, frags.tSrK[None, None, None, k_state.index], True)
-            self.turns.pass_on(wg)
+        pipes.k.consumer_wait(k_state)
+        if const_expr(self.plan.overlaps):
+            self.turns.wait(wg)
+        issue(
+            atoms.mma_qk, frags.acc_S, frags.tSrQ[None, None, None, q_slot],
+            frags.tSrK[None, None, None, k_state.index], True,
+        )  # fmt: skip
+        if const_expr(self.plan.overlaps):
+            pipes.v.consumer_wait(v_state)
+            self.issue_values(atoms, frags, v_state.index)
+        self.turns.pass_on(wg)
+        if const_expr(self.plan.overlaps):
+            warpgroup.wait_group(1)  # QK done, PV may still run
+        else:
             warpgroup.wait_group(0)
         pipes.k.consumer_release(k_state)
         k_state.advance()
@@ -159,18 +170,21 @@ class Fp8Consumer(Consumer):
             state.units[PENDING] = factors.value
         self.probabilities(frags, state, factors)
         advance(state)
+        if const_expr(not self.plan.overlaps):
+            self.turns.wait(wg)
+            self.add_values(atoms, pipes, frags, state, v_state)
         return k_state, v_state
 
     @cute.jit
     def drain(  # type: ignore[override]
-        self, atoms: Fp8Atoms, pipes: Pipelines, frags: Fp8Fragments, state: E4m3State, v_state: Any
+        self, atoms: Fp8Atoms, pipes: Pipelines, frags: Fp8Fragments, v_state: Any, wg: Int32
     ) -> None:
-        """PV of a tile's last block: issued if the next tile's scores may be computed beside it."""
-        pipes.v.consumer_wait(v_state)
+        """Issue PV of a tile's last block, or, if that is done, give the turn away."""
         if const_expr(self.plan.overlaps):
+            pipes.v.consumer_wait(v_state)
             self.issue_values(atoms, frags, v_state.index)
         else:
-            self.add_values(atoms, frags, state, v_state.index)
+            self.turns.pass_on(wg)
 
     @cute.jit
     def finish_sums(  # type: ignore[override]
@@ -209,12 +223,15 @@ class Fp8Consumer(Consumer):
         issue(atoms.mma_part, acc, frags.tOrP, frags.tOrVt[0][None, None, None, stage], self.plan.is_two_level)
 
     @cute.jit
-    def add_values(self, atoms: Fp8Atoms, frags: Fp8Fragments, state: E4m3State, stage: Int32) -> None:
+    def add_values(
+        self, atoms: Fp8Atoms, pipes: Pipelines, frags: Fp8Fragments, state: E4m3State, v_state: Any
+    ) -> None:
         """PV of a block, piece by piece, added to O; the next piece is computed while one is added."""
         pieces, buffers = self.plan.pieces, len(frags.acc_T)
+        pipes.v.consumer_wait(v_state)
 
         def start(i: int) -> None:
-            piece = frags.tOrVt[i][None, None, None, stage]
+            piece = frags.tOrVt[i][None, None, None, v_state.index]
             issue(atoms.mma_part, frags.acc_T[i % buffers], frags.tOrP, piece, True)
 
         for i in cutlass.range_constexpr(buffers):

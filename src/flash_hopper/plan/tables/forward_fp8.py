@@ -16,7 +16,7 @@ class Fp8Tile:
     """m query rows, 64 per consumer warpgroup.
 
     `overlaps`: a warpgroup's QK of the next block runs beside its PV of this one; otherwise the sums of PV take the registers
-    of the scores, and only other warpgroups' softmax runs beside products. `pieces`: into so many parts, two of which are in
+    of the scores, and only other warpgroups' softmax runs beside products. `pieces`: into so many equal parts, two of which are in
     flight, PV of a block is cut along the head dim. `has_pingpong`: warpgroups take turns at issuing products.
     """
 
@@ -44,9 +44,12 @@ ROWS = (
     Fp8Row(64, 64, Fp8Tile(192, overlaps=False), Fp8Tile(128, overlaps=True),
         "registers: 64 S or 36 T, 16 P, 34 O of 160; exponentials are the limit, and three warpgroups share them best"),
     Fp8Row(256, 128, Fp8Tile(128, overlaps=True), None, "registers: 64 S, 68 T, 16 P, 66 O of 240"),
-    Fp8Row(256, 192, Fp8Tile(128, overlaps=False), None, "registers: 64 S or 100 T, 16 P, 98 O of 240"),
+    Fp8Row(256, 160, Fp8Tile(128, overlaps=False, pieces=2, has_pingpong=False), None,
+        "registers: 64 S or two times 40 T, 16 P, 80 O of 232"),
+    Fp8Row(256, 192, Fp8Tile(128, overlaps=False, pieces=3, has_pingpong=False), None,
+        "registers: 64 S or two times 32 T, 16 P, 96 O of 232"),
     Fp8Row(256, 256, Fp8Tile(128, overlaps=False, pieces=4, has_pingpong=False), None,
-        "registers: 64 S or two times 32 T, 16 P, 128 O of 240"),
+        "registers: 64 S or two times 32 T, 16 P, 128 O of 232"),
 )  # fmt: skip
 
 PLAIN = Fp8Tile(128, overlaps=True, has_pingpong=False)  # sums in the tensor core: O is the accumulator
