@@ -18,8 +18,8 @@ from torch.compiler import is_dynamo_compiling
 from flash_hopper.launch import ops
 from flash_hopper.launch.attention import Prepared, check_differentiable, gradients, prepare_call, seen_call
 from flash_hopper.launch.backward import Gradients
-from flash_hopper.launch.fp8 import fp8_attention, is_fp8
 from flash_hopper.launch.forward import Result
+from flash_hopper.launch.fp8 import fp8_attention, is_fp8
 from flash_hopper.launch.jagged import JaggedCall, is_jagged
 from flash_hopper.launch.route import (
     as_plain,

@@ -24,8 +24,7 @@ from flash_hopper.launch.ragged import (
     ragged_launch,
     viewable,
 )
-from flash_hopper.launch.sequences import Sequences, length_specs, signature
-from flash_hopper.launch.tensors import DTYPES as SHORT_DTYPES
+from flash_hopper.launch.sequences import Sequences, length_specs
 from flash_hopper.launch.tensors import (
     ALIGN_BYTES,
     addressable,
@@ -35,11 +34,12 @@ from flash_hopper.launch.tensors import (
     result_shapes,
     with_plain_unit_strides,
 )
+from flash_hopper.launch.tensors import DTYPES as SHORT_DTYPES
 from flash_hopper.plan.forward_fp8 import plan_forward_fp8
 from flash_hopper.problem.attention import AttentionOptions, AttentionProblem, attention_problem, varlen_problem
 from flash_hopper.problem.checks import check_devices
 from flash_hopper.problem.errors import UnsupportedError
-from flash_hopper.problem.features import Feature, check_supported
+from flash_hopper.problem.features import check_supported
 from flash_hopper.problem.fp8 import (
     FP8_BLOCK,
     DescaleForm,
@@ -84,7 +84,13 @@ class PreparedFp8:
     ragged: RaggedLaunch | None
 
     def run(
-        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, descales: Descales, sequences: Sequences | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor | None,
+        descales: Descales,
+        sequences: Sequences | None = None,
     ) -> Result:
         """(out, lse or None) for tensors of exactly the signature that was prepared; v: codes of `Fp8Values`."""
         index = self.device.index
@@ -127,12 +133,11 @@ class PreparedFp8:
         """Tensors that the kernel's views can address, to one call into the compiled library."""
         assert self.kernel is not None
         index, launch = self.device.index, self.ragged
-        unit = unit_descale(index) if None in descales else None
-        factors = tuple(
-            ((unit if t is None else t).data_ptr(), *places)  # type: ignore[union-attr]
+        of_scores_q, of_scores_k, of_values = (
+            ((unit_descale(index) if t is None else t).data_ptr(), *places)
             for t, places in zip(descales, self.places, strict=True)
         )
-        factors = (*factors, self.problem.batch)
+        factors = (of_scores_q, of_scores_k, of_values, self.problem.batch)
         if launch is None or sequences is None:
             counter = tile_counter(index) if self.is_dynamic else None
             self.kernel(
@@ -153,9 +158,7 @@ class PreparedFp8:
         table = launch.table(index)
         lengths = launch.lengths(sequences, FP8_BLOCK, FP8_BLOCK)
         ragged = (table.data_ptr(), launch.sequences, (of_q, of_k, of_out, of_lse), lengths)
-        self.kernel(
-            q, k, v, out, lse, factors, values, None, ragged, *self.bounds, self.scale, self.ctas, self.section
-        )
+        self.kernel(q, k, v, out, lse, factors, values, None, ragged, *self.bounds, self.scale, self.ctas, self.section)
 
 
 def prepare_fp8(
@@ -223,13 +226,9 @@ def checked_call(
         Scaled("k", p.heads_k, p.rows_k if packed_k else p.seqlen_k, packed_k, False),
         Scaled("v", p.heads_k, p.rows_k if packed_k else p.seqlen_k, packed_k, False),
     )
-    specs = [
-        None if t is None else describe(f"{s.name}_descale", t) for s, t in zip(scaled, descales, strict=True)
-    ]
+    specs = [None if t is None else describe(f"{s.name}_descale", t) for s, t in zip(scaled, descales, strict=True)]
     check_devices([describe("q", q), *(t for t in specs if t is not None)])
-    places = tuple(
-        descale_places(t, s, p.batch, p.heads_k) for s, t in zip(scaled, specs, strict=True)
-    )
+    places = tuple(descale_places(t, s, p.batch, p.heads_k) for s, t in zip(scaled, specs, strict=True))
     return p, places, descale_form(places)
 
 

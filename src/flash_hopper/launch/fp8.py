@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from flash_hopper.launch.attention import MAX_SIGNATURES, are_values
 from flash_hopper.launch.forward import Result
@@ -30,18 +31,28 @@ def is_fp8(q: Any) -> bool:
     return isinstance(q, Tensor) and q.dtype is CODES
 
 
-@torch.compiler.disable
 def fp8_attention(
-    q: Tensor, k: Tensor, v: Tensor | Fp8Values, out: Tensor | None, options: tuple[Any, ...], sequences: Sequences | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | Fp8Values,
+    out: Tensor | None,
+    options: tuple[Any, ...],
+    sequences: Sequences | None,
 ) -> Result:
     """(out, lse or None) of a call with e4m3 tensors; `options` holds the fields of `AttentionOptions` in order."""
+    if is_dynamo_compiling():
+        return torch.compiler.disable(fp8_attention)(q, k, v, out, options, sequences)  # type: ignore[no-any-return]
     descales = Descales(*options[_FIRST_DESCALE : _FIRST_DESCALE + 3])
     codes = v.codes if isinstance(v, Fp8Values) else v
     if not _are_plain(q, k, codes, out, descales, sequences):
         q, k, v, out, descales, sequences = _as_plain(q, k, v, out, descales, sequences)
         codes = v.codes if isinstance(v, Fp8Values) else v
     # descales by what they look like, as they are other tensors in each call
-    plain = (*options[:_FIRST_DESCALE], *(None if t is None else _look(t) for t in descales), *options[_FIRST_DESCALE + 3 :])
+    plain = (
+        *options[:_FIRST_DESCALE],
+        *(None if t is None else _look(t) for t in descales),
+        *options[_FIRST_DESCALE + 3 :],
+    )
     key = (
         _look(q), _look(k), _look(codes), v.seqlen if isinstance(v, Fp8Values) else None, plain,
         None if out is None else _look(out), None if sequences is None else signature(sequences),
@@ -78,17 +89,13 @@ def _look(t: Tensor) -> tuple[Any, ...]:
     return t.shape, t.stride(), t.dtype, t.device, t.requires_grad and torch.is_grad_enabled()
 
 
-def _are_plain(
-    q: Any, k: Any, codes: Any, out: Any, descales: Descales, sequences: Sequences | None
-) -> bool:
+def _are_plain(q: Any, k: Any, codes: Any, out: Any, descales: Descales, sequences: Sequences | None) -> bool:
     """True if no argument is a subclass, and nobody looks on."""
     kinds = {type(q), type(k), type(codes)} | {type(t) for t in (out, *descales) if t is not None}
     return kinds == {Tensor} and (sequences is None or sequences.are_plain) and not must_be_seen(())
 
 
-def _as_plain(
-    q: Any, k: Any, v: Any, out: Any, descales: Descales, sequences: Sequences | None
-) -> tuple[Any, ...]:
+def _as_plain(q: Any, k: Any, v: Any, out: Any, descales: Descales, sequences: Sequences | None) -> tuple[Any, ...]:
     """Arguments without their subclasses; raises if one is no tensor, or one that must be seen."""
     given = {"q": q, "k": k, "v": v.codes if isinstance(v, Fp8Values) else v, "out": out}
     given |= {f"{name}_descale": t for name, t in zip("qkv", descales, strict=True)}
@@ -97,7 +104,9 @@ def _as_plain(
         given |= sequences.present
     check_tensors(given)
     if must_be_seen(given.values()):
-        raise UnsupportedError("e4m3 attention is no torch operator: fake tensors, dispatch modes and torch.func cannot see it")
+        raise UnsupportedError(
+            "e4m3 attention is no torch operator: fake tensors, dispatch modes and torch.func cannot see it"
+        )
     plain = as_plain(given)
     values = v._replace(codes=plain["v"]) if isinstance(v, Fp8Values) else plain["v"]
     return (

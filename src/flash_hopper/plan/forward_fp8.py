@@ -109,7 +109,7 @@ class ForwardFp8Plan:
 
 def padded_head_dim(size: int) -> int:
     """A head dim as the kernel has it in shared memory."""
-    return max(round_up(size, HDIM_STEP), MIN_TILE_HDIM)
+    return int(max(round_up(size, HDIM_STEP), MIN_TILE_HDIM))
 
 
 def plan_forward_fp8(

@@ -7,7 +7,17 @@ what happens to a block: weights that fill the range of e4m3, products whose sum
 from typing import Any, NamedTuple
 
 from flash_hopper.device.descales import PENDING, BlockFactors, change_unit, make_descales, start_units
-from flash_hopper.device.dsl import ELEMENT_TYPES, Boolean, Constexpr, Float32, Int32, const_expr, cute, cutlass, warpgroup
+from flash_hopper.device.dsl import (
+    ELEMENT_TYPES,
+    Boolean,
+    Constexpr,
+    Float32,
+    Int32,
+    const_expr,
+    cute,
+    cutlass,
+    warpgroup,
+)
 from flash_hopper.device.gemm import issue
 from flash_hopper.device.layouts import acc_as_rows
 from flash_hopper.device.registers import to_operand_e4m3
@@ -71,7 +81,8 @@ class Fp8Consumer(Consumer):
         qk, part = atoms.mma_qk.get_slice(0), atoms.mma_part.get_slice(0)
         rows = plan.value_rows // plan.pieces
         pieces = [
-            cute.local_tile(shared.sV_operand, (rows, plan.tile_n, plan.kv_stages), (i, 0, 0)) for i in range(plan.pieces)
+            cute.local_tile(shared.sV_operand, (rows, plan.tile_n, plan.kv_stages), (i, 0, 0))
+            for i in range(plan.pieces)
         ]
         parts = min(BUFFERS, plan.pieces) if plan.is_two_level else 0
         part_shape = atoms.mma_part.partition_shape_C((WG_ROWS, rows))
