@@ -137,7 +137,7 @@ class PreparedForward:
             k, of_k = first_entry(k)
             v, of_v = first_entry(v)
         entries = (of_q, of_k, of_v, of_out, of_lse)
-        table = launch.table(self.device.index)
+        table = launch.forward_table(self.device.index)
         ragged = (table.data_ptr(), launch.sequences, entries, launch.lengths(sequences))
         self.kernel(q, k, v, out, lse, None, ragged, *self.bounds, self.scale, self.ctas, self.section)
 

@@ -155,7 +155,7 @@ class PreparedFp8:
         else:
             k, of_k = first_entry(k)
         values = (int(not launch.packed_k), int(launch.packed_k))
-        table = launch.table(index)
+        table = launch.forward_table(index)
         lengths = launch.lengths(sequences, FP8_BLOCK, FP8_BLOCK)
         ragged = (table.data_ptr(), launch.sequences, (of_q, of_k, of_out, of_lse), lengths)
         self.kernel(q, k, v, out, lse, factors, values, None, ragged, *self.bounds, self.scale, self.ctas, self.section)

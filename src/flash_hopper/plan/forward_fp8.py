@@ -61,6 +61,7 @@ class ForwardFp8Plan:
     dtype = DType.E4M3  # of Q, K, V and P
     looks_ahead = ForwardPlan.looks_ahead
     frees_unseen = ForwardPlan.frees_unseen
+    has_idle = ForwardPlan.has_idle
 
     @property
     def consumer_warpgroups(self) -> int:

@@ -20,7 +20,7 @@ PRODUCER, SCHEDULER = 0, 1  # warps of the first warpgroup
 TILE_SLOTS = 2  # tiles that may be posted and not read by everybody
 # (producer, consumer) registers a thread by number of consumer warpgroups, steps of 8. A producer with 24 spills in
 # the causal forward at head dim 224; some kernels need every register in their consumers.
-REGISTERS = {1: (56, 256), 2: (40, 232), 3: (32, 160), 4: (24, 112)}
+REGISTERS = {1: (56, 256), 2: (40, 232), 3: (32, 160), 4: (32, 112)}
 TIGHT_REGISTERS = {2: (24, 240)}
 
 

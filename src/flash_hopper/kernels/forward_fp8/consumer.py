@@ -20,6 +20,7 @@ from flash_hopper.device.dsl import (
 )
 from flash_hopper.device.gemm import issue
 from flash_hopper.device.layouts import acc_as_rows
+from flash_hopper.device.pipelines import skip_stage
 from flash_hopper.device.registers import to_operand_e4m3
 from flash_hopper.device.softmax import scale_rows
 from flash_hopper.device.softmax_e4m3 import E4m3State, advance, fold, make_state, move_reference, weights
@@ -57,6 +58,7 @@ class Fp8Part(NamedTuple):
     blocks: Blocks
     before: Int32
     behind: Int32
+    idle: Int32
     scales: Any
 
 
@@ -184,6 +186,23 @@ class Fp8Consumer(Consumer):
         if const_expr(not self.plan.overlaps):
             self.turns.wait(wg)
             self.add_values(atoms, pipes, frags, state, v_state)
+        return k_state, v_state
+
+    @cute.jit
+    def skip_idle(  # type: ignore[override]
+        self, pipes: Pipelines, k_state: Any, v_state: Any, count: Int32, wg: Int32
+    ) -> tuple[Any, Any]:
+        """Blocks of a tile in which this warpgroup has no row. Without overlap it is its turn, and it holds a stage of V."""
+        if const_expr(self.plan.overlaps):
+            k_state, v_state = self.skip(pipes, k_state, v_state, count, wg)
+        else:
+            for _ in cutlass.range(count, unroll=1):
+                pipes.v.consumer_release(v_state)
+                v_state.advance()
+                self.turns.pass_on(wg)
+                k_state = skip_stage(pipes.k, k_state)
+                self.turns.wait(wg)
+                pipes.v.consumer_wait(v_state)
         return k_state, v_state
 
     @cute.jit
