@@ -220,8 +220,8 @@ class Device:
 _ARCH = {name for name in vars(Device) if not name.startswith("_") and name != "run"}
 
 
-def _steps(start: int, end: int, step: int, unroll: int) -> range:
-    return range(start, end, step)
+def _steps(*bounds: int, unroll: int) -> range:
+    return range(*bounds)
 
 
 def _unwrap(monkeypatch, owner: type) -> None:

@@ -56,7 +56,7 @@ def tiles_of(plans):
 
 
 def tiles_of_row(row):
-    return {tile_of(tile) for tile in (row.tile, row.short) if tile is not None}
+    return {tile_of(tile) for tile in (row.tile, row.short, row.causal) if tile is not None}
 
 
 @every_plan

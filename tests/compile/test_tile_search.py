@@ -8,18 +8,20 @@ import random
 import time
 from collections import Counter
 from itertools import product
+from typing import NamedTuple
 
 import pytest
 from simt import WARP, Device, Tensor, copies
 
 from flash_hopper.geometry.arith import ceil_div
 from flash_hopper.geometry.tiles import TileCoord
-from flash_hopper.plan.schedule import COLUMNS, HEADER, table_ints
+from flash_hopper.plan.schedule import COLUMNS, FEW, HEADER, table_ints
 
 TILE = 64
-warp_sum, sequences, numbering, source, schedule = copies(
+warp_sum, sequences, lengths, numbering, source, schedule = copies(
     "flash_hopper.device.warp_sum",
     "flash_hopper.device.sequences",
+    "flash_hopper.device.lengths",
     "flash_hopper.device.schedulers.numbering",
     "flash_hopper.device.schedulers.source",
     "flash_hopper.kernels.schedule.kernel",
@@ -33,9 +35,9 @@ MEMORY: dict[int, Tensor] = {}  # by address
 def device(monkeypatch) -> Device:
     assert schedule.BUCKETS <= schedule.THREADS, "a thread a bucket"
     MEMORY.clear()
-    monkeypatch.setattr(schedule, "device_ints", lambda address, count: MEMORY.get(address, Tensor.of([])))
+    monkeypatch.setattr(lengths, "device_ints", lambda address, count: MEMORY[address])
     monkeypatch.setattr(schedule, "THREADS", schedule.BUCKETS)
-    found = Device(monkeypatch, warp_sum, sequences, numbering, source, schedule)
+    found = Device(monkeypatch, warp_sum, sequences, lengths, numbering, source, schedule)
     monkeypatch.setattr(source, "draw", numbering.draw)
     return found
 
@@ -61,33 +63,43 @@ class Lengths:
             return [0] * (len(self.used) + 1)
         return [sum(self.allocated[:i]) for i in range(len(self.used) + 1)]
 
-    def side(self, multiple: int):
+    @property
+    def side(self) -> "Side":
         seqused = self.used if self.has_gaps or self.size is not None else None
         cu_seqlens = self.starts if self.size is None else None
-        rows = self.size if self.size is not None else sum(self.allocated) + self.unused
-        return side_of(cu_seqlens, seqused, rows, multiple, len(self.used))
+        return Side(cu_seqlens, seqused, self.size if self.size is not None else sum(self.allocated) + self.unused)
 
 
-def side_of(cu_seqlens, seqused, rows: int, multiple: int, sequences: int):
-    """As the host code makes it of addresses, 0 for a tensor that is not there."""
-    addresses = [0 if values is None else address_of(values) for values in (cu_seqlens, seqused)]
-    return schedule.ScheduleKernel().side(*addresses, rows, multiple, sequences)
+class Side(NamedTuple):
+    """Queries or keys as a call gives them; None for a tensor that is not there."""
+
+    cu_seqlens: list[int] | None
+    seqused: list[int] | None
+    rows: int
+
+
+def length_args(q: Side, k: Side, multiples=(1, 1)):
+    """As the host code makes them."""
+    addresses = [address_of(values) for values in (q.cu_seqlens, k.cu_seqlens, q.seqused, k.seqused)]
+    return sequences.LengthArgs(*addresses, q.rows, k.rows, *multiples)
 
 
 def address_of(values) -> int:
+    if values is None:
+        return 0
     address = 0x1000 * (len(MEMORY) + 1)
     MEMORY[address] = Tensor.of(values)
     return address
 
 
 def prepared(device: Device, q: Lengths, k: Lengths, multiples=(1, 1)) -> Tensor:
-    return written(device, q.side(multiples[0]), k.side(multiples[1]), len(q.used))
+    return written(device, length_args(q.side, k.side, multiples), len(q.used))
 
 
-def written(device: Device, q, k, batch: int) -> Tensor:
+def written(device: Device, args, batch: int) -> Tensor:
     table = Tensor.of([None] * table_ints(batch))
     kernel = schedule.ScheduleKernel()
-    device.run(1, schedule.BUCKETS, lambda: kernel.kernel(q, k, table))
+    device.run(1, schedule.BUCKETS, lambda: kernel.kernel(args, table))
     return table
 
 
@@ -158,9 +170,8 @@ def test_lengths_that_make_no_sense_lead_to_no_row_outside_the_tensors(seed, dev
     """Decreasing, negative or too large offsets and used lengths: results are undefined, memory is not."""
     draw, batch, rows = random.Random(seed), 40, 1000
     wild = [[draw.randint(-2000, 3000) for _ in range(batch + 1)] for _ in range(4)]
-    packed = side_of(wild[0], wild[1], rows, 64, batch)
-    padded = side_of(None, wild[2], 100, 64, batch)
-    for row in rows_of(written(device, packed, padded, batch)):
+    args = length_args(Side(wild[0], wild[1], rows), Side(None, wild[2], 100), (64, 64))
+    for row in rows_of(written(device, args, batch)):
         assert 0 <= row["row_q"] <= row["row_q"] + row["allocated_q"] <= rows
         assert row["row_k"] == 0 and 0 <= row["allocated_k"] <= 100
         assert 0 <= row["seqlen_q"] <= row["allocated_q"] and 0 <= row["seqlen_k"] <= row["allocated_k"]
@@ -211,21 +222,48 @@ SEARCHES = {
 @pytest.mark.parametrize(("grid", "by_keys"), [(1, False), (3, True), (5, False)])
 @pytest.mark.parametrize("name", SEARCHES)
 def test_every_tile_of_every_sequence_is_found_once_with_its_lengths(name, grid, by_keys, device):
-    used_q, used_k = SEARCHES[name]
-    gaps = [i % 5 // 4 * 80 for i in range(len(used_q))]
-    q, k = Lengths(used_q, gaps, unused=70), Lengths(used_k, gaps, unused=10)
-    table = prepared(device, q, k)
-    heads, counter = 2, 3
-    work = source.Work(None, table, 0, 0, heads, len(used_q), 1, 1000 if grid > 1 else 0)
+    q, k = with_gaps(*SEARCHES[name])
+    table, counter = prepared(device, q, k), 3
+    work = source.Work(None, table, 0, 0, HEADS, len(q.used), 1, 1000 if grid > 1 else 0)
     tiles = source.RaggedTiles(TILE, by_keys, is_descending=not by_keys, counter=counter)
-    posted = searched(device, tiles, work, grid)
+    total = check_tiles(searched(device, tiles, work, grid), rows_of(table), by_keys)
+    assert table[counter] == total, "one draw a tile, to find the next"
 
+
+@pytest.mark.parametrize("grid", [1, 5])
+@pytest.mark.parametrize("name", [*SEARCHES, "no sequence"])
+def test_a_kernel_that_makes_rows_needs_no_table_of_few_sequences_and_leaves_its_counter_at_zero(name, grid, device):
+    q, k = with_gaps(*SEARCHES.get(name, ([], [])))
+    batch, args, table = len(q.used), length_args(q.side, k.side, (64, 1)), prepared(device, q, k, (64, 1))
+    rows, is_few = rows_of(table), batch < FEW
+    if is_few:
+        table = Tensor.of([0] + [None] * (table_ints(batch) - 1))
+    tiles = source.RaggedTiles(TILE, False, is_descending=True, counter=0, makes_rows=True)
+    for _ in range(2 if is_few else 1):
+        posted = searched(device, tiles, source.Work(None, table, 0, 0, HEADS, batch, 1, 0, args), grid)
+        total = check_tiles(posted, rows, by_keys=False)
+        assert table[0] == (0 if is_few else total)
+        for of_cta in posted.tiles.values() if is_few else ():
+            lengths_met = [rows[tile.batch]["seqlen_q"] + rows[tile.batch]["seqlen_k"] for tile in of_cta]
+            assert lengths_met == sorted(lengths_met, reverse=True), "the longest first"
+
+
+HEADS = 2
+
+
+def with_gaps(used_q, used_k) -> tuple[Lengths, Lengths]:
+    """Packed sequences, some of which own rows that they do not use, and rows behind them."""
+    gaps = [i % 5 // 4 * 80 for i in range(len(used_q))]
+    return Lengths(used_q, gaps, unused=70), Lengths(used_k, gaps, unused=10)
+
+
+def check_tiles(posted: Posted, rows: list[dict[str, int]], by_keys: bool) -> int:
+    """Every tile of the table's rows is posted once, with its row; returns how many there are."""
     visited, own = ("q", "k") if by_keys else ("k", "q")
-    rows = rows_of(table)
     expected = Counter(
         (sequence, head, block)
         for sequence, row in enumerate(rows)
-        for head, block in product(range(heads), range(ceil_div(row[f"allocated_{own}"], TILE)))
+        for head, block in product(range(HEADS), range(ceil_div(row[f"allocated_{own}"], TILE)))
     )
     assert Counter((tile.batch, tile.head, tile.block) for tile in posted.all) == expected
     for tile in posted.all:
@@ -233,7 +271,7 @@ def test_every_tile_of_every_sequence_is_found_once_with_its_lengths(name, grid,
         if tile.block * TILE >= row[f"seqlen_{own}"]:
             row[f"seqlen_{visited}"] = 0  # nothing to visit for rows that are not used
         assert {column: getattr(tile, column) for column in COLUMNS} == row
-    assert table[counter] == expected.total(), "one draw a tile, to find the next"
+    return expected.total()
 
 
 def test_a_cta_meets_the_blocks_of_a_causal_head_from_the_longest_to_the_shortest(device):

@@ -22,6 +22,7 @@ def kernels(monkeypatch):
         monkeypatch.setattr(module, "device_facts", lambda index: SimpleNamespace(name="stand-in", sm_count=132))
         monkeypatch.setattr(module, "get_kernel", lambda plan: lambda *arguments: found[plan.kind](*arguments))
     monkeypatch.setattr(ragged, "sequence_table", lambda index, ints: torch.empty(ints, dtype=torch.int32))
+    monkeypatch.setattr(ragged, "tile_counter", lambda index: torch.zeros(1, dtype=torch.int32))
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
     backward.prepare_backward.cache_clear()
     yield found

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flash_hopper.launch import device, forward, ragged
 from flash_hopper.launch.sequences import TENSORS, Sequences
-from flash_hopper.plan.schedule import table_ints
+from flash_hopper.plan.schedule import FEW, table_ints
 from flash_hopper.problem.attention import AttentionOptions
 from flash_hopper.testing.inputs import make_inputs
 from flash_hopper.testing.ragged_cases import SIDES, ragged_case
@@ -36,7 +36,7 @@ class Streams:
 
     def __init__(self, monkeypatch) -> None:
         self.current, self.is_capturing, self.kept = {}, False, []
-        empty = torch.empty
+        empty, zeros = torch.empty, torch.zeros
 
         def lasting(index, make):
             self.kept.append(make())
@@ -45,8 +45,10 @@ class Streams:
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.is_capturing)
         monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda i: self.current.get(i, 0), raising=False)
         monkeypatch.setattr(torch, "empty", lambda *sizes, device=None, **options: empty(*sizes, **options))
+        monkeypatch.setattr(torch, "zeros", lambda *sizes, device=None, **options: zeros(*sizes, **options))
         monkeypatch.setattr(device, "_lasting", lasting)
         monkeypatch.setattr(device, "_tables", device._Tables())
+        monkeypatch.setattr(device, "_counters", {})
 
 
 @pytest.fixture
@@ -54,24 +56,29 @@ def streams(monkeypatch) -> Streams:
     return Streams(monkeypatch)
 
 
-def prepared(side, has_lse=True):
-    case = ragged_case(64, (40, 50), "causal", batch=4, **side)
+def prepared(side, has_lse=True, batch=4):
+    case = ragged_case(64, (40, 50), "causal", batch=batch, **side)
     inputs = make_inputs(case)
     sequences = Sequences(*(inputs.lengths.get(name) for name in TENSORS), None, None)
     tensors = inputs.q, inputs.k, inputs.v
     return forward.prepare(*tensors, AttentionOptions(return_lse=has_lse), None, sequences), tensors, sequences
 
 
+@pytest.mark.parametrize("batch", [4, 40])
 @pytest.mark.parametrize("has_lse", [False, True])
 @pytest.mark.parametrize("side", SIDES, ids=str)
 def test_a_warm_forward_is_one_library_call_and_allocates_nothing_but_its_results(
-    side, has_lse, kernels, streams, monkeypatch
+    side, has_lse, batch, kernels, streams, monkeypatch
 ):
     calls = []
     kernels["forward"] = lambda *arguments: calls.append(arguments)
     monkeypatch.setattr(ragged, "sequence_table", device.sequence_table)
-    call, tensors, sequences = prepared(side, has_lse)
+    monkeypatch.setattr(ragged, "tile_counter", device.tile_counter)
+    call, tensors, sequences = prepared(side, has_lse, batch)
     call.run(*tensors, None, sequences)
+    assert len(streams.kept) == 1
+    assert calls[0][6][0] == streams.kept[0].data_ptr()
+    assert streams.kept[0].numel() >= table_ints(batch) if batch >= FEW else streams.kept[0].tolist() == [0]
     calls.clear()
     streams.kept.clear()
     with Recorded() as recorded:

@@ -18,7 +18,7 @@ from flash_hopper.plan.budget import (
 )
 from flash_hopper.plan.forward import HDIM_STEP, ForwardPlan, plan_forward
 from flash_hopper.plan.roles import REGISTER_FILE, REGISTERS, TILE_SLOTS, WARPGROUP, Roles, forward_pipelines, roles_of
-from flash_hopper.plan.tables.forward import CHUNK_MAX_M, ROWS, WINDOW_TO, Tile, choose_row, choose_tile
+from flash_hopper.plan.tables.forward import CHUNK_MAX_M, RAGGED_TO, ROWS, WINDOW_TO, Tile, choose_row, choose_tile
 from flash_hopper.problem.attention import AttentionOptions, AttentionProblem, attention_problem
 from flash_hopper.problem.dtypes import KERNEL_DTYPES, DType
 from flash_hopper.problem.errors import CompileError
@@ -203,7 +203,7 @@ def test_the_tile_of_a_ragged_batch_is_that_of_the_hint_in_powers_of_two_or_of_t
         unhinted = Ragged(True, True, False, False, 7 * length - 6, 7 * length - 6, None, None)
         for batch, ragged, counted in ((3, hinted, 1 << (length - 1).bit_length()), (7, unhinted, length)):
             plan = plan_forward(dataclasses.replace(base, batch=batch, ragged=ragged))
-            tile = choose_tile(d, d, kind, counted)
+            tile = choose_tile(d, d, kind, counted, is_ragged=True)
             assert (plan.tile_m, plan.tile_n) == (tile.m, tile.n), (d, kind, length)
     nothing = Ragged(True, True, False, False, 0, 0, None, None)
     for ragged in (nothing, dataclasses.replace(nothing, max_seqlen_q=0)):
@@ -215,7 +215,7 @@ def test_windows_take_the_tile_for_windows_up_to_its_limit_whichever_end_reaches
         for left, right in ((0, 0), (WINDOW_TO - 1, 0), (WINDOW_TO // 2, WINDOW_TO // 2 - 1), (127, None)):
             base = problem(row.hdim, row.hdimv, seqlen_q=LONG, seqlen_k=LONG)
             plan = plan_forward(dataclasses.replace(base, mask=Mask(left, right)))
-            tile = row.window or row.short or row.tile
+            tile = row.window or row.causal or row.tile
             assert (plan.tile_m, plan.tile_n, plan.has_pingpong) == (tile.m, tile.n, tile.has_pingpong), (
                 row,
                 left,
@@ -310,18 +310,20 @@ def test_rows_of_the_table_are_in_order_say_why_and_end_with_the_largest_head_di
     assert all(row.why for row in ROWS)
 
 
-def test_the_short_tile_is_taken_only_where_it_pads_fewer_rows_or_the_diagonal_weighs_more():
-    for row, kind in product(ROWS, KINDS):
-        for seqlen in range(1, 6000):
-            tile = choose_tile(row.hdim, row.hdimv, kind, seqlen)
+def test_each_tile_is_taken_for_what_the_table_says_it_is_for():
+    for row, kind, is_ragged in product(ROWS, KINDS, (False, True)):
+        for seqlen in (*range(1, 6000, 1 + 6 * is_ragged), RAGGED_TO, RAGGED_TO + 1):
+            tile = choose_tile(row.hdim, row.hdimv, kind, seqlen, is_ragged)
             assert choose_row(row.hdim, row.hdimv) is row
-            is_windowed = kind == "local" and row.window is not None and seqlen <= WINDOW_TO
-            assert tile in ((row.window,) if is_windowed else (row.tile, row.short))
-            if is_windowed or row.short is None:
-                continue
-            if kind == "chunk" and row.short.m > CHUNK_MAX_M:
-                assert tile == row.tile
-            elif kind != "full" and seqlen <= row.causal_short_to:
-                assert tile == row.short
-            elif tile == row.short:
-                assert -(-seqlen // row.short.m) * row.short.m < -(-seqlen // row.tile.m) * row.tile.m
+            has_registers = {
+                t: kind != "chunk" or t.m <= CHUNK_MAX_M for t in (row.short, row.causal, row.ragged) if t is not None
+            }
+            if kind == "local" and row.window is not None and seqlen <= WINDOW_TO:
+                assert tile == row.window
+            elif is_ragged and seqlen <= RAGGED_TO and has_registers.get(row.ragged):
+                assert tile == row.ragged
+            elif kind != "full" and seqlen <= row.causal_to and has_registers.get(row.causal):
+                assert tile == row.causal
+            elif tile != row.tile:
+                assert tile == row.short and has_registers[tile]
+                assert -(-seqlen // tile.m) * tile.m < -(-seqlen // row.tile.m) * row.tile.m

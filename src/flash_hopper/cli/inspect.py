@@ -170,13 +170,12 @@ def _tile_rows(problem: "AttentionProblem", plan: "ForwardPlan") -> list[tuple[s
     from flash_hopper.plan.tables.forward import choose_row
 
     row = choose_row(plan.tile_hdim, plan.tile_hdimv)
-    choices = {"main tile": row.tile, "tile for short lengths": row.short, "tile for windows": row.window}
     chosen = plan.tile_m, plan.tile_n, plan.has_pingpong
-    choice = next(name for name, t in choices.items() if t is not None and (t.m, t.n, t.has_pingpong) == chosen)
+    choices = ", ".join(name for name, t in row.tiles.items() if (t.m, t.n, t.has_pingpong) == chosen)
     return [
         ("query rows x keys a step", f"{plan.tile_m} x {plan.tile_n}"),
         ("head dims", f"{problem.head_dim} in {plan.tile_hdim}, {problem.head_dim_v} in {plan.tile_hdimv}"),
-        ("table row", f"head dims up to {row.hdim} and {row.hdimv}, its {choice}"),
+        ("table row", f"head dims up to {row.hdim} and {row.hdimv}, its tile for: {choices}"),
         ("because", row.why),
         ("ping-pong", "warpgroups take turns at issuing MMAs" if plan.has_pingpong else "off"),
         ("scheduler", f"{plan.scheduler}, persistent CTAs"),

@@ -155,5 +155,3 @@ def change_unit(units: cute.Tensor) -> tuple[Float32, Float32, Boolean]:
 def make_descales(form: str) -> SequenceDescales | BlockDescales:
     """The object for a plan."""
     return BlockDescales() if form == "block" else SequenceDescales()
-
-

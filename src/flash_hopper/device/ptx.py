@@ -90,9 +90,7 @@ def pack_16bit(lo: Float32, hi: Float32, dtype: DType, *, loc: Any = None, ip: A
 
 
 @dsl_user_op
-def pack_e4m3(
-    a: Float32, b: Float32, c: Float32, d: Float32, *, loc: Any = None, ip: Any = None
-) -> Int32:
+def pack_e4m3(a: Float32, b: Float32, c: Float32, d: Float32, *, loc: Any = None, ip: Any = None) -> Int32:
     """cvt.rn.satfinite.e4m3x2.f32, twice: four floats to one register, `a` in the lowest byte. Volatile, as `pack_16bit`."""
     text = (
         "{ .reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, $2, $1; cvt.rn.satfinite.e4m3x2.f32 hi, $4, $3; "

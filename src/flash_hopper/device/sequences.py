@@ -169,7 +169,9 @@ class RaggedBatch:
 
     def _batch(self, t: cute.Tensor, entry: Int64, sequences: Int32) -> cute.Tensor:
         if t.element_type.width < 32:
-            entry = cute.assume(entry, divby=128 // t.element_type.width)  # else rows would not be read 16 bytes at a time
+            entry = cute.assume(
+                entry, divby=128 // t.element_type.width
+            )  # else rows would not be read 16 bytes at a time
         layout = cute.make_layout((sequences + 1, *t.shape), stride=(entry, *t.stride))
         return cute.make_tensor(t.iterator, layout)
 

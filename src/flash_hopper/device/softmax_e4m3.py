@@ -109,5 +109,3 @@ def fold(o: cute.Tensor, part: cute.Tensor, factors: tuple[Float32, Float32]) ->
     """
     for i in cutlass.range_constexpr(cute.size(o)):
         o[i] = o[i] * factors[i // 2 % 2] + part[i]
-
-

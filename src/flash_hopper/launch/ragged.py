@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-from flash_hopper.launch.device import sequence_table
+from flash_hopper.launch.device import sequence_table, tile_counter
 from flash_hopper.launch.sequences import Sequences
 from flash_hopper.launch.tensors import addressable
-from flash_hopper.plan.schedule import table_ints
+from flash_hopper.plan.schedule import is_few, table_ints
 from flash_hopper.problem.attention import AttentionProblem
 
 MOST_ROWS = 1 << 31
@@ -30,10 +30,15 @@ class RaggedLaunch:
     packed_k: bool
     rows_q: int
     rows_k: int
+    is_few: bool
 
     def table(self, device_index: int) -> torch.Tensor:
         """Memory for the table of a call on the current stream; it must outlive the launches."""
         return sequence_table(device_index, self.ints)
+
+    def forward_table(self, device_index: int) -> torch.Tensor:
+        """The same for a forward, which needs no more than a counter if sequences are few."""
+        return tile_counter(device_index) if self.is_few else sequence_table(device_index, self.ints)
 
     def lengths(self, given: Sequences, multiple_q: int = 1, multiple_k: int = 1) -> tuple[int, ...]:
         """`LengthArgs`; multiples are those to which padded buffers round a sequence's first row."""
@@ -61,6 +66,7 @@ def ragged_launch(problem: AttentionProblem) -> RaggedLaunch:
         packed_k=ragged.packed_k,
         rows_q=problem.seqlen_q,
         rows_k=problem.seqlen_k,
+        is_few=is_few(problem.batch),
     )
 
 

@@ -74,6 +74,14 @@ class ForwardPlan:
         return self.mask == "full" or most < self.kv_stages
 
     @property
+    def has_idle(self) -> bool:
+        """Whether a warpgroup without a row of the sequence computes one block of keys and frees the rest unread.
+
+        In a dense batch not where warpgroups take turns: there the tile is chosen to leave few rows empty.
+        """
+        return self.consumer_warpgroups > 1 and (self.is_ragged or not self.has_pingpong)
+
+    @property
     def frees_unseen(self) -> bool:
         """Whether the producer frees the stages of blocks that a warpgroup does not see, and the warpgroup jumps over them."""
         return self.looks_ahead and self.mask != "full"
@@ -98,7 +106,7 @@ def plan_forward(problem: AttentionProblem) -> ForwardPlan:
     """The plan for a problem. Depends on dtype, head dims, flags and, for the tile height, on the lengths."""
     hdim, hdimv = round_up(problem.head_dim, HDIM_STEP), round_up(problem.head_dim_v, HDIM_STEP)
     mask = problem.mask.simplified(problem.seqlen_q, problem.seqlen_k)
-    tile = choose_tile(hdim, hdimv, mask.kind, typical_rows(problem, mask))
+    tile = choose_tile(hdim, hdimv, mask.kind, typical_rows(problem, mask), problem.ragged is not None)
     buffers = choose_buffers(tile, hdim, hdimv, problem.dtype.itemsize)
     return ForwardPlan(
         dtype=problem.dtype,

@@ -61,6 +61,7 @@ class ForwardFp8Plan:
     dtype = DType.E4M3  # of Q, K, V and P
     looks_ahead = ForwardPlan.looks_ahead
     frees_unseen = ForwardPlan.frees_unseen
+    has_idle = ForwardPlan.has_idle
 
     @property
     def consumer_warpgroups(self) -> int:
@@ -109,7 +110,7 @@ class ForwardFp8Plan:
 
 def padded_head_dim(size: int) -> int:
     """A head dim as the kernel has it in shared memory."""
-    return max(round_up(size, HDIM_STEP), MIN_TILE_HDIM)
+    return int(max(round_up(size, HDIM_STEP), MIN_TILE_HDIM))
 
 
 def plan_forward_fp8(
@@ -123,7 +124,8 @@ def plan_forward_fp8(
     hdim, hdimv = padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v)
     mask = problem.mask.simplified(problem.seqlen_q, problem.seqlen_k)
     is_plain = accumulation == "plain"
-    tile = PLAIN if is_plain else choose_fp8_tile(hdim, hdimv, typical_rows(problem, mask))
+    needs_registers = problem.ragged is not None or mask.kind in ("local", "chunk")
+    tile = PLAIN if is_plain else choose_fp8_tile(hdim, hdimv, typical_rows(problem, mask), needs_registers)
     has_sums = not is_plain and tile.pieces == 1
     buffers = choose_fp8_buffers(
         tile.m, TILE_N, hdim, hdimv, SUM_COLUMNS * has_sums, out_dtype.itemsize, tile.kv_stages

@@ -8,16 +8,23 @@ tile of a CTA to the next, so a ragged batch is searched once from front to back
 
 from typing import NamedTuple
 
-from flash_hopper.device.dsl import Boolean, Int32, cute
+from flash_hopper.device.dsl import Boolean, Int32, const_expr, cute, cutlass
+from flash_hopper.device.lengths import sequence_row
 from flash_hopper.device.pipelines import producer_state
 from flash_hopper.device.schedulers.mailbox import TileMailbox
 from flash_hopper.device.schedulers.numbering import draw, make_scheduler
-from flash_hopper.device.sequences import RaggedTile, table_order, table_ranked_row, table_sequences
+from flash_hopper.device.sequences import (
+    LengthArgs,
+    RaggedTile,
+    table_order,
+    table_ranked_row,
+    table_sequences,
+)
 from flash_hopper.device.warp_sum import inclusive_sum
 from flash_hopper.geometry.arith import ceil_div
 from flash_hopper.geometry.tiles import TileCoord, sequence_section, tile_coord
 from flash_hopper.plan.roles import TILE_SLOTS, WARP
-from flash_hopper.plan.schedule import COLUMNS
+from flash_hopper.plan.schedule import COLUMNS, is_few
 
 SHORT_ROWS = 256  # that a tile visits in less time than a draw and a search take
 
@@ -26,7 +33,8 @@ class Work(NamedTuple):
     """What is to be computed: run-time values of one launch.
 
     `tiles` and `blocks` count a dense batch's; a ragged one is described by its table. `section`: heads side by side
-    (`geometry/tiles.py`), for a ragged batch how many rows of all of them may be, 0 for one head after the other.
+    (`geometry/tiles.py`), for a ragged batch how many rows of all of them may be, 0 for one head after the other. `lengths`: for
+    a kernel that makes a table's rows by itself where `is_few`; of the table it then has the counter only.
     """
 
     counter: cute.Tensor | None
@@ -37,13 +45,19 @@ class Work(NamedTuple):
     batch: Int32
     group: Int32  # query heads that share a key head
     section: Int32
+    lengths: LengthArgs | None = None
 
 
 class Place(NamedTuple):
-    """How far a ragged batch has been searched: `rank` sequences, a multiple of 32, hold the first `tiles` tiles."""
+    """How far a ragged batch has been searched: `rank` sequences, a multiple of 32, hold the first `tiles` tiles.
+
+    Of a kernel that makes rows by itself, if sequences are few: `mine` is the one that this lane holds, `total` the tiles of all.
+    """
 
     rank: Int32
     tiles: Int32
+    mine: Int32 | None
+    total: Int32 | None
 
 
 class DenseTiles:
@@ -57,15 +71,15 @@ class DenseTiles:
         """The CTA's first number."""
         return cute.arch.block_idx()[0]
 
-    def start(self) -> Place:
+    def start(self, work: Work) -> Place:
         """Nothing has been searched."""
-        return Place(Int32(0), Int32(0))
+        return Place(Int32(0), Int32(0), None, None)
 
     def is_short(self, tile: TileCoord) -> bool:
         """True if a tile takes less time than to find one: not known in advance."""
         return False
 
-    def following(self, work: Work, number: Int32) -> Int32:
+    def following(self, work: Work, number: Int32, place: Place) -> Int32:
         """The CTA's number after `number`."""
         return make_scheduler(self.scheduler, work.tiles, work.counter).following(number)
 
@@ -84,42 +98,77 @@ class RaggedTiles:
     (specification 9.3.1).
 
     Tiles are `tile_rows` rows of queries or, if `by_keys`, of keys. `counter`: which int of the table's header is drawn from.
+    With `makes_rows` there is no table of few sequences: each lane holds one, in the order of their lengths; the counter is then
+    zero before the first launch, and set back by the last draw, as that of `DynamicScheduler`.
     """
 
-    def __init__(self, tile_rows: int, by_keys: bool, is_descending: bool, counter: int) -> None:
+    def __init__(
+        self, tile_rows: int, by_keys: bool, is_descending: bool, counter: int, makes_rows: bool = False
+    ) -> None:
         self.tile_rows = tile_rows
         self.by_keys = by_keys
         self.is_descending = is_descending
         self.counter = counter
+        self.makes_rows = makes_rows
 
     def first(self) -> Int32:
         """The CTA's first number: its own, without a draw."""
         return cute.arch.block_idx()[0]
 
-    def start(self) -> Place:
+    @cute.jit
+    def start(self, work: Work) -> Place:
         """Nothing has been searched."""
-        return Place(Int32(0), Int32(0))
+        if const_expr(not self.makes_rows):
+            return Place(Int32(0), Int32(0), None, None)
+        mine, last = Int32(0), table_sequences(work.table) - 1
+        if is_few(last):
+            mine = self.ranked(work.lengths, last)
+        return Place(Int32(0), Int32(0), mine, Int32(0))
+
+    @cute.jit
+    def ranked(self, lengths: LengthArgs, last: Int32) -> Int32:
+        """The sequence, up to number `last`, that is to be computed as this lane's: the longest first."""
+        lane = cute.arch.lane_idx()
+        length, rank, mine = Int32(-1), Int32(0), Int32(0)
+        if lane <= last:
+            values = sequence_row(lengths, lane, last)
+            length = values[0] + values[1]
+        for other in cutlass.range(last + 1, unroll=1):
+            its = cute.arch.shuffle_sync(length, offset=other)
+            if its > length or (its == length and other < lane):
+                rank = rank + 1
+        for other in cutlass.range(last + 1, unroll=1):
+            if cute.arch.shuffle_sync(rank, offset=other) == lane:
+                mine = other
+        return mine
 
     def is_short(self, tile: RaggedTile) -> Boolean:
         """True if a tile takes less time than to find one."""
         return (tile.seqlen_q if self.by_keys else tile.seqlen_k) <= SHORT_ROWS
 
-    def following(self, work: Work, number: Int32) -> Int32:
+    @cute.jit
+    def following(self, work: Work, number: Int32, place: Place) -> Int32:
         """The CTA's number after `number`: a draw."""
-        return draw(work.table.iterator + self.counter) + cute.arch.grid_dim()[0]
+        counter = work.table.iterator + self.counter
+        drawn = draw(counter)
+        if const_expr(self.makes_rows):
+            if is_few(table_sequences(work.table) - 1) and drawn == place.total - 1:
+                if cute.arch.lane_idx() == 0:
+                    work.table[self.counter] = Int32(0)
+        return drawn + cute.arch.grid_dim()[0]
 
     @cute.jit
     def locate(self, work: Work, number: Int32, place: Place) -> tuple[RaggedTile, Place]:
         """The tile of this number; its block is negative if there is none."""
-        rank, before = place
+        rank, before, mine, _ = place
         lane = cute.arch.lane_idx()
         count = table_sequences(work.table)
-        own, prefix = Int32(0), Int32(0)
+        own, prefix, total = Int32(0), Int32(0), Int32(0)
         is_here, is_searching = Boolean(False), Boolean(True)
         while is_searching:
             own = Int32(0)
             if rank + lane < count:
-                own = self.blocks(table_ranked_row(work.table, rank + lane)) * work.heads
+                own = self.blocks(self.row(work, rank + lane, mine)) * work.heads
             prefix = inclusive_sum(own, lane)
             total = cute.arch.shuffle_sync(prefix, offset=WARP - 1)
             is_here = number < before + total
@@ -132,28 +181,47 @@ class RaggedTiles:
             # the first lane whose sequences reach past the number
             hit = cute.arch.popc(cute.arch.vote_ballot_sync(before + prefix <= number))
             own_first = before + cute.arch.shuffle_sync(prefix - own, offset=hit)
-            tile = self.tile_of(work, rank + hit, number - own_first)
-        return tile, Place(rank, before)
-
-    def blocks(self, row: cute.Tensor) -> Int32:
-        """Tiles of one head of a sequence, those of unused rows included."""
-        return ceil_div(row[COLUMNS.index("allocated_k" if self.by_keys else "allocated_q")], self.tile_rows)
+            if const_expr(self.makes_rows):
+                mine = cute.arch.shuffle_sync(mine, offset=hit)
+            tile = self.tile_of(work, rank + hit, mine, number - own_first)
+        return tile, Place(rank, before, place.mine, total if const_expr(self.makes_rows) else None)
 
     @cute.jit
-    def tile_of(self, work: Work, rank: Int32, number: Int32) -> RaggedTile:
+    def row(self, work: Work, rank: Int32, mine: Int32 | None) -> tuple[Int32, ...]:
+        """The sequence of this rank, which of few sequences is `mine`: its number, then its row of the table."""
+        if const_expr(not self.makes_rows):
+            return self.written_row(work.table, rank)
+        found = tuple(Int32(0) for _ in range(1 + len(COLUMNS)))
+        last = table_sequences(work.table) - 1
+        if is_few(last):
+            found = (mine, *sequence_row(work.lengths, mine, last))
+        else:
+            found = self.written_row(work.table, rank)
+        return found
+
+    def written_row(self, table: cute.Tensor, rank: Int32) -> tuple[Int32, ...]:
+        """The same from the table."""
+        row = table_ranked_row(table, rank)
+        return (table_order(table)[rank], *(row[i] for i in range(len(COLUMNS))))
+
+    def blocks(self, row: tuple[Int32, ...]) -> Int32:
+        """Tiles of one head of a sequence, those of unused rows included; `row` as above."""
+        return ceil_div(row[1 + COLUMNS.index("allocated_k" if self.by_keys else "allocated_q")], self.tile_rows)
+
+    @cute.jit
+    def tile_of(self, work: Work, rank: Int32, mine: Int32 | None, number: Int32) -> RaggedTile:
         """Tile `number` of the sequence with this rank. A tile without used rows gets a sequence without anything to visit."""
-        row, sequence = table_ranked_row(work.table, rank), table_order(work.table)[rank]
-        values = [row[i] for i in range(len(COLUMNS))]
-        seqlen_q, seqlen_k = values[0], values[1]
+        row = self.row(work, rank, mine)
+        sequence, seqlen_q, seqlen_k, *rest = row
         visited = seqlen_q if self.by_keys else seqlen_k
         section = sequence_section(work.section, visited, work.heads, work.group)
         coord = tile_coord(number, self.blocks(row), work.heads, 1, section, self.is_descending)
         first = coord.block * self.tile_rows
         if self.by_keys:
-            values[0] = seqlen_q if first < seqlen_k else Int32(0)
+            seqlen_q = seqlen_q if first < seqlen_k else Int32(0)
         else:
-            values[1] = seqlen_k if first < seqlen_q else Int32(0)
-        return RaggedTile(Int32(coord.block), Int32(coord.head), sequence, *values)
+            seqlen_k = seqlen_k if first < seqlen_q else Int32(0)
+        return RaggedTile(Int32(coord.block), Int32(coord.head), sequence, seqlen_q, seqlen_k, *rest)
 
 
 class SchedulerWarp:
@@ -167,7 +235,7 @@ class SchedulerWarp:
         """All tiles of this CTA, then the end marker."""
         state = producer_state(TILE_SLOTS)
         number = self.source.first()
-        tile, place = self.source.locate(work, number, self.source.start())
+        tile, place = self.source.locate(work, number, self.source.start(work))
         while tile.block >= 0:
             tiles.post(state, tile)
             state.advance()
@@ -177,6 +245,6 @@ class SchedulerWarp:
                 tiles.wait_read(state)  # the tile before this one
             else:
                 tiles.wait_read(after)  # this one
-            number = self.source.following(work, number)
+            number = self.source.following(work, number, place)
             tile, place = self.source.locate(work, number, place)
         tiles.post_end(state)

@@ -112,19 +112,17 @@ class FusedConsumer:
             await_full(pipes.q, at.q)
             issue_s(atoms, scores, at.q.index)
             warpgroup.wait_group(0)
-        m_block, inner = order.first, inner_visits(self.plan, view, order)
+        inner = inner_visits(self.plan, view, order)
         # Masked blocks, then inner ones and those after them. The inner blocks' loop stands first all the same: ptxas makes
         # the descriptors of a second loop from halves (head dim 128: 40 instructions a step more).
         for part in cutlass.range(1 if self.plan.mask == "full" else 0, 2, unroll=1):
             cut = part * inner.end
             for i in cutlass.range(inner.first, cut, unroll=1):
                 has_next = i + 1 < order.count
-                at = self.step(resources, scores, grads, dq, view, at, m_block, i, has_next, False, wg, thread)
-                m_block = order.after(m_block)
+                at = self.step(resources, scores, grads, dq, view, at, order.visit(i), i, has_next, False, wg, thread)
             for i in cutlass.range(cut, cutlass.select_(part == 0, inner.first, order.count), unroll=1):
                 has_next = i + 1 < order.count
-                at = self.step(resources, scores, grads, dq, view, at, m_block, i, has_next, True, wg, thread)
-                m_block = order.after(m_block)
+                at = self.step(resources, scores, grads, dq, view, at, order.visit(i), i, has_next, True, wg, thread)
         return at
 
     @cute.jit

@@ -35,7 +35,7 @@ class Producer:
         plan, work = self.plan, args.work
         keys_state, tile_state = producer_state(1), producer_state(TILE_SLOTS)
         q_state, do_state = producer_state(plan.q_stages), producer_state(plan.do_stages)
-        number, place = self.source.first(), self.source.start()
+        number, place = self.source.first(), self.source.start(args.work)
         while number < work.tiles:
             tile, place = self.source.locate(work, number, place)
             has_tile = tile.block >= 0 if const_expr(plan.is_ragged) else Boolean(True)
@@ -55,7 +55,7 @@ class Producer:
                             args, atoms, shared, pipes, tile, head + i, q_state, do_state
                         )
                 # not earlier: a register less, and the producer is a few blocks ahead of the consumers here
-                number = self.source.following(work, number)
+                number = self.source.following(work, number, place)
             else:
                 number = work.tiles  # the table has no more
         pipes.tiles.post_end(tile_state)

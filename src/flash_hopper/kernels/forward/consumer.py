@@ -65,6 +65,7 @@ class Part(NamedTuple):
     blocks: Blocks  # that its rows see
     before: Int32  # blocks of the tile that come first and are for other warpgroups
     behind: Int32  # and last
+    idle: Int32  # and all but the first, if it has no row
 
 
 class Cursors(NamedTuple):
@@ -206,13 +207,27 @@ class Consumer:
         lengths, mask = self.batch.lengths(tile, args.mQ, args.mK), args.mask(plan.mask)
         own = warpgroup_blocks(row, wg, lengths, plan.tile_n, mask)
         whole = key_blocks(row, plan.tile_m, lengths, plan.tile_n, mask)
+        before, behind, idle = whole.end - own.end, own.start - whole.start, 0
+        if const_expr(plan.has_idle):
+            # it computes on the tile's first block of keys, the cheapest way through, and nothing comes of it
+            is_idle = row + wg * WG_ROWS >= lengths.q
+            start = whole.start
+            own = Blocks(
+                *(
+                    cutlass.select_(is_idle, Int32(a), Int32(b))
+                    for a, b in zip((start, start, start, start + 1), own, strict=True)
+                )
+            )
+            idle = cutlass.select_(is_idle, Int32(whole.end - 1 - start), Int32(0))
+            before, behind = (cutlass.select_(is_idle, Int32(0), Int32(n)) for n in (before, behind))
         return Part(
             row + wg * WG_ROWS + thread // 32 * 16 + thread % 32 // 4,
             thread % 4 * 2,
             Lengths(*(Int32(n) for n in lengths)),
             Blocks(*(Int32(n) for n in own)),
-            Int32(whole.end - own.end),
-            Int32(own.start - whole.start),
+            Int32(before),
+            Int32(behind),
+            Int32(idle),
         )
 
     @cute.jit
@@ -263,10 +278,12 @@ class Consumer:
         if const_expr(self.is_windowed):
             self.mask_scores(args, frags, part, last, is_cut_left, BOTH)
         self.mask_scores(args, frags, part, last, not is_cut_left and last >= blocks.inner_end, RIGHT)
-        self.first_probabilities(args, frags, softmax, part, last)
+        self.first_probabilities(args, atoms, pipes, frags, softmax, part, v_state, wg, last)
         if const_expr(plan.o_aliases_q and plan.q_stages > 1):
             if holds:  # by now the store has read it
                 self.release_held(pipes, held, thread)
+        if const_expr(plan.has_idle):
+            k_state, v_state = self.skip_idle(pipes, k_state, v_state, part.idle, wg)
         # steady state: blocks cut on the right, whole blocks, blocks cut on the left
         cut = Int32(0)  # without a mask only the first block can reach past the last key
         if const_expr(plan.mask != "full"):
@@ -288,19 +305,28 @@ class Consumer:
                 k_state, v_state = self.step(
                     args, atoms, pipes, frags, softmax, part, q_slot, k_state, v_state, wg, rest - 1 - i, LEFT
                 )
-        self.drain(atoms, pipes, frags, softmax, v_state)
+        self.drain(atoms, pipes, frags, v_state, wg)
         return k_state, v_state
 
     @cute.jit
     def first_probabilities(
-        self, args: ForwardArgs, frags: Fragments, softmax: SoftmaxState, part: Part, n_block: Int32
+        self,
+        args: ForwardArgs,
+        atoms: ForwardAtoms,
+        pipes: Pipelines,
+        frags: Fragments,
+        softmax: SoftmaxState,
+        part: Part,
+        v_state: Any,
+        wg: Int32,
+        n_block: Int32,
     ) -> None:
         """P of a tile's first block, whose masked scores are in registers."""
         update(softmax, acc_as_rows(frags.acc_S), args.scale_log2, True)
         to_operand(frags.acc_S, frags.tOrP, self.plan.dtype)
 
     @cute.jit
-    def drain(self, atoms: ForwardAtoms, pipes: Pipelines, frags: Fragments, softmax: SoftmaxState, v_state: Any) -> None:
+    def drain(self, atoms: ForwardAtoms, pipes: Pipelines, frags: Fragments, v_state: Any, wg: Int32) -> None:
         """Issue PV of a tile's last block."""
         pipes.v.consumer_wait(v_state)
         issue(atoms.mma_pv, frags.acc_O, frags.tOrP, frags.tOrVt[None, None, None, v_state.index], False)
@@ -316,13 +342,18 @@ class Consumer:
     @cute.jit
     def skip(self, pipes: Pipelines, k_state: Any, v_state: Any, count: Int32, wg: Int32) -> tuple[Any, Any]:
         """Blocks in which this warpgroup has no visible key: take the turn, pass it on, and free the stages."""
-        if const_expr(self.plan.mask != "full"):
+        if const_expr(self.plan.mask != "full" or self.plan.has_idle):
             for _ in cutlass.range(count, unroll=1):
                 self.turns.wait(wg)
                 self.turns.pass_on(wg)
                 k_state = skip_stage(pipes.k, k_state)
                 v_state = skip_stage(pipes.v, v_state)
         return k_state, v_state
+
+    @cute.jit
+    def skip_idle(self, pipes: Pipelines, k_state: Any, v_state: Any, count: Int32, wg: Int32) -> tuple[Any, Any]:
+        """Blocks of a tile in which this warpgroup has no row, behind the one that it computes."""
+        return self.skip(pipes, k_state, v_state, count, wg)
 
     @cute.jit
     def skip_turns(self, count: Int32, wg: Int32) -> None:

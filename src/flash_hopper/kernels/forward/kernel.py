@@ -30,7 +30,7 @@ from flash_hopper.kernels.forward.storage import WG_ROWS, TileLayouts, allocate,
 from flash_hopper.kernels.schedule.kernel import ScheduleKernel
 from flash_hopper.plan.forward import ForwardPlan
 from flash_hopper.plan.roles import PRODUCER, SCHEDULER, WARPGROUP, forward_pipelines, roles_of
-from flash_hopper.plan.schedule import COUNTERS
+from flash_hopper.plan.schedule import COUNTERS, is_few
 
 LOG2_E = math.log2(math.e)
 
@@ -65,7 +65,7 @@ class ForwardKernel:
         self.roles = roles_of(plan)
         self.schedule = ScheduleKernel()
         self.scheduler = SchedulerWarp(
-            RaggedTiles(plan.tile_m, by_keys=False, is_descending=True, counter=COUNTERS["forward"])
+            RaggedTiles(plan.tile_m, by_keys=False, is_descending=True, counter=COUNTERS["forward"], makes_rows=True)
             if plan.is_ragged
             else DenseTiles(plan.scheduler, is_descending=True)
         )
@@ -92,14 +92,16 @@ class ForwardKernel:
     ):
         """Launch. q: (batch, seqlen_q, heads, head_dim); k, v: (batch, seqlen_k, heads_k, ...); out like q with v's
         head dim; lse: (batch, heads, seqlen_q) float32 if plan.has_lse. Of a ragged batch, all without the batch; `ragged` then
-        says how it lies, with five entries and the lengths, from which a kernel in front of this one makes the table.
+        says how it lies, with five entries and the lengths. Unless sequences are few, a kernel in front of this one makes the table
+        from them; if they are, the table is a counter alone, as tile_counter.
         tile_counter: (1,) int32, zero, if a dense batch has the dynamic scheduler. left, right, chunk: bounds of the mask if
         it is local or chunk. scale: of raw scores, > 0; ctas: at most this many CTAs; section: `heads_per_section`, or
         `rows_per_section` of a ragged batch."""
         plan, batch = self.plan, self.batch
         table = batch.table(ragged)
         if const_expr(plan.is_ragged):
-            self.schedule.launch(table, ragged.lengths, stream)
+            if not is_few(ragged.sequences):
+                self.schedule.launch(table, ragged.lengths, stream)
         q, k, v, out, lse = batch.entries((q, k, v, out, lse), ragged)
         mQ, mK, mV, mO = (batch.view(t) for t in (q, k, v, out))
         tiles = tile_layouts(plan)
@@ -113,7 +115,8 @@ class ForwardKernel:
         mQ_tma, mK_tma, mV_tma, mO_tma = (batch.with_batch(m, t) for m, t in tma_tensors)
         m_blocks, heads = ceil_div(q.shape[1], plan.tile_m), q.shape[2]
         total = m_blocks * heads * q.shape[0]
-        work = Work(tile_counter, table, total, m_blocks, heads, q.shape[0], heads // k.shape[2], section)
+        lengths = ragged.lengths if const_expr(plan.is_ragged) else None
+        work = Work(tile_counter, table, total, m_blocks, heads, q.shape[0], heads // k.shape[2], section, lengths)
         args = ForwardArgs(
             mQ_tma, mK_tma, mV_tma, mO_tma, lse, scale, scale * Float32(LOG2_E), left, right, chunk, work
         )

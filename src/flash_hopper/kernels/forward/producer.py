@@ -108,13 +108,14 @@ class Producer:
         if not plan.frees_unseen:
             return whole
         lane = cute.arch.lane_idx()
-        own = warpgroup_blocks(
-            tile.block * plan.tile_m, lane // WG_WARPS, self.batch.lengths(tile, args.mQ, args.mK), plan.tile_n,
-            args.mask(plan.mask),
-        )  # fmt: skip
-        is_warp = lane < WG_WARPS * plan.consumer_warpgroups
+        row, lengths = tile.block * plan.tile_m, self.batch.lengths(tile, args.mQ, args.mK)
+        own = warpgroup_blocks(row, lane // WG_WARPS, lengths, plan.tile_n, args.mask(plan.mask))
+        is_computing = lane < WG_WARPS * plan.consumer_warpgroups
+        if const_expr(plan.has_idle):
+            is_computing = is_computing & (row + lane // WG_WARPS * WG_ROWS < lengths.q)
         start, end = (
-            cutlass.select_(is_warp, Int32(a), Int32(b)) for a, b in ((own.start, whole.start), (own.end, whole.end))
+            cutlass.select_(is_computing, Int32(a), Int32(b))
+            for a, b in ((own.start, whole.start), (own.end, whole.end))
         )
         return Blocks(start, own.inner_start, own.inner_end, end)
 

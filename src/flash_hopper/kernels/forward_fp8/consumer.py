@@ -7,9 +7,20 @@ what happens to a block: weights that fill the range of e4m3, products whose sum
 from typing import Any, NamedTuple
 
 from flash_hopper.device.descales import PENDING, BlockFactors, change_unit, make_descales, start_units
-from flash_hopper.device.dsl import ELEMENT_TYPES, Boolean, Constexpr, Float32, Int32, const_expr, cute, cutlass, warpgroup
+from flash_hopper.device.dsl import (
+    ELEMENT_TYPES,
+    Boolean,
+    Constexpr,
+    Float32,
+    Int32,
+    const_expr,
+    cute,
+    cutlass,
+    warpgroup,
+)
 from flash_hopper.device.gemm import issue
 from flash_hopper.device.layouts import acc_as_rows
+from flash_hopper.device.pipelines import skip_stage
 from flash_hopper.device.registers import to_operand_e4m3
 from flash_hopper.device.softmax import scale_rows
 from flash_hopper.device.softmax_e4m3 import E4m3State, advance, fold, make_state, move_reference, weights
@@ -47,6 +58,7 @@ class Fp8Part(NamedTuple):
     blocks: Blocks
     before: Int32
     behind: Int32
+    idle: Int32
     scales: Any
 
 
@@ -71,7 +83,8 @@ class Fp8Consumer(Consumer):
         qk, part = atoms.mma_qk.get_slice(0), atoms.mma_part.get_slice(0)
         rows = plan.value_rows // plan.pieces
         pieces = [
-            cute.local_tile(shared.sV_operand, (rows, plan.tile_n, plan.kv_stages), (i, 0, 0)) for i in range(plan.pieces)
+            cute.local_tile(shared.sV_operand, (rows, plan.tile_n, plan.kv_stages), (i, 0, 0))
+            for i in range(plan.pieces)
         ]
         parts = min(BUFFERS, plan.pieces) if plan.is_two_level else 0
         part_shape = atoms.mma_part.partition_shape_C((WG_ROWS, rows))
@@ -93,15 +106,27 @@ class Fp8Consumer(Consumer):
 
     @cute.jit
     def first_probabilities(  # type: ignore[override]
-        self, args: Fp8Args, frags: Fp8Fragments, state: E4m3State, part: Fp8Part, n_block: Int32
+        self,
+        args: Fp8Args,
+        atoms: Fp8Atoms,
+        pipes: Pipelines,
+        frags: Fp8Fragments,
+        state: E4m3State,
+        part: Fp8Part,
+        v_state: Any,
+        wg: Int32,
+        n_block: Int32,
     ) -> None:
-        """P of a tile's first block, whose masked scores are in registers."""
+        """Weights of a tile's first block, whose masked scores are in registers, and PV if nothing is to run beside it."""
         factors = self.descales.of_block(args, part.scales, n_block)
         if const_expr(self.descales.has_units):
             start_units(state.units, factors.value)
         self.move_reference(frags, state, factors, True)
         self.probabilities(frags, state, factors)
         advance(state)
+        if const_expr(not self.plan.overlaps):
+            self.turns.wait(wg)
+            self.add_values(atoms, pipes, frags, state, v_state)
 
     @cute.jit
     def step(  # type: ignore[override]
@@ -119,26 +144,25 @@ class Fp8Consumer(Consumer):
         n_block: Int32,
         ends: Constexpr[Ends],
     ) -> tuple[Any, Any]:
-        """Steady state: scores of `n_block`, and PV of the block before it, whose weights are in registers."""
+        """Steady state: scores of `n_block`, and PV of the block before it; or, if not beside each other, PV of its own."""
         factors = self.descales.of_block(args, part.scales, n_block)
-        scores = frags.tSrQ[None, None, None, q_slot]
-        if const_expr(self.plan.overlaps):
-            pipes.k.consumer_wait(k_state)
-            self.turns.wait(wg)
-            issue(atoms.mma_qk, frags.acc_S, scores, frags.tSrK[None, None, None, k_state.index], True)
-            pipes.v.consumer_wait(v_state)
-            self.issue_values(atoms, frags, v_state.index)
-            self.turns.pass_on(wg)
-            warpgroup.wait_group(1)  # QK done, PV may still run
-        else:
-            pipes.v.consumer_wait(v_state)
-            self.turns.wait(wg)
-            self.add_values(atoms, frags, state, v_state.index)
+        if const_expr(not self.plan.overlaps):  # of the block before
             pipes.v.consumer_release(v_state)
             v_state.advance()
-            pipes.k.consumer_wait(k_state)
-            issue(atoms.mma_qk, frags.acc_S, scores, frags.tSrK[None, None, None, k_state.index], True)
-            self.turns.pass_on(wg)
+        pipes.k.consumer_wait(k_state)
+        if const_expr(self.plan.overlaps):
+            self.turns.wait(wg)
+        issue(
+            atoms.mma_qk, frags.acc_S, frags.tSrQ[None, None, None, q_slot],
+            frags.tSrK[None, None, None, k_state.index], True,
+        )  # fmt: skip
+        if const_expr(self.plan.overlaps):
+            pipes.v.consumer_wait(v_state)
+            self.issue_values(atoms, frags, v_state.index)
+        self.turns.pass_on(wg)
+        if const_expr(self.plan.overlaps):
+            warpgroup.wait_group(1)  # QK done, PV may still run
+        else:
             warpgroup.wait_group(0)
         pipes.k.consumer_release(k_state)
         k_state.advance()
@@ -159,18 +183,38 @@ class Fp8Consumer(Consumer):
             state.units[PENDING] = factors.value
         self.probabilities(frags, state, factors)
         advance(state)
+        if const_expr(not self.plan.overlaps):
+            self.turns.wait(wg)
+            self.add_values(atoms, pipes, frags, state, v_state)
+        return k_state, v_state
+
+    @cute.jit
+    def skip_idle(  # type: ignore[override]
+        self, pipes: Pipelines, k_state: Any, v_state: Any, count: Int32, wg: Int32
+    ) -> tuple[Any, Any]:
+        """Blocks of a tile in which this warpgroup has no row. Without overlap it is its turn, and it holds a stage of V."""
+        if const_expr(self.plan.overlaps):
+            k_state, v_state = self.skip(pipes, k_state, v_state, count, wg)
+        else:
+            for _ in cutlass.range(count, unroll=1):
+                pipes.v.consumer_release(v_state)
+                v_state.advance()
+                self.turns.pass_on(wg)
+                k_state = skip_stage(pipes.k, k_state)
+                self.turns.wait(wg)
+                pipes.v.consumer_wait(v_state)
         return k_state, v_state
 
     @cute.jit
     def drain(  # type: ignore[override]
-        self, atoms: Fp8Atoms, pipes: Pipelines, frags: Fp8Fragments, state: E4m3State, v_state: Any
+        self, atoms: Fp8Atoms, pipes: Pipelines, frags: Fp8Fragments, v_state: Any, wg: Int32
     ) -> None:
-        """PV of a tile's last block: issued if the next tile's scores may be computed beside it."""
-        pipes.v.consumer_wait(v_state)
+        """Issue PV of a tile's last block, or, if that is done, give the turn away."""
         if const_expr(self.plan.overlaps):
+            pipes.v.consumer_wait(v_state)
             self.issue_values(atoms, frags, v_state.index)
         else:
-            self.add_values(atoms, frags, state, v_state.index)
+            self.turns.pass_on(wg)
 
     @cute.jit
     def finish_sums(  # type: ignore[override]
@@ -209,12 +253,15 @@ class Fp8Consumer(Consumer):
         issue(atoms.mma_part, acc, frags.tOrP, frags.tOrVt[0][None, None, None, stage], self.plan.is_two_level)
 
     @cute.jit
-    def add_values(self, atoms: Fp8Atoms, frags: Fp8Fragments, state: E4m3State, stage: Int32) -> None:
+    def add_values(
+        self, atoms: Fp8Atoms, pipes: Pipelines, frags: Fp8Fragments, state: E4m3State, v_state: Any
+    ) -> None:
         """PV of a block, piece by piece, added to O; the next piece is computed while one is added."""
         pieces, buffers = self.plan.pieces, len(frags.acc_T)
+        pipes.v.consumer_wait(v_state)
 
         def start(i: int) -> None:
-            piece = frags.tOrVt[i][None, None, None, stage]
+            piece = frags.tOrVt[i][None, None, None, v_state.index]
             issue(atoms.mma_part, frags.acc_T[i % buffers], frags.tOrP, piece, True)
 
         for i in cutlass.range_constexpr(buffers):

@@ -34,7 +34,7 @@ from flash_hopper.kernels.forward_fp8.storage import TileLayouts, allocate, shar
 from flash_hopper.kernels.schedule.kernel import ScheduleKernel
 from flash_hopper.plan.forward_fp8 import ForwardFp8Plan
 from flash_hopper.plan.roles import PRODUCER, SCHEDULER, WARPGROUP, forward_pipelines, roles_of
-from flash_hopper.plan.schedule import COUNTERS
+from flash_hopper.plan.schedule import COUNTERS, is_few
 
 LOG2_E = math.log2(math.e)
 
@@ -57,7 +57,7 @@ class ForwardFp8Kernel:
         self.roles = roles_of(plan)
         self.schedule = ScheduleKernel()
         self.scheduler = SchedulerWarp(
-            RaggedTiles(plan.tile_m, by_keys=False, is_descending=True, counter=COUNTERS["forward"])
+            RaggedTiles(plan.tile_m, by_keys=False, is_descending=True, counter=COUNTERS["forward"], makes_rows=True)
             if plan.is_ragged
             else DenseTiles(plan.scheduler, is_descending=True)
         )
@@ -89,7 +89,8 @@ class ForwardFp8Kernel:
         plan, batch = self.plan, self.batch
         table = batch.table(ragged)
         if const_expr(plan.is_ragged):
-            self.schedule.launch(table, ragged.lengths, stream)
+            if not is_few(ragged.sequences):
+                self.schedule.launch(table, ragged.lengths, stream)
         q, k, out, lse = batch.entries((q, k, out, lse), ragged)
         mQ, mK, mO = (batch.view(t) for t in (q, k, out))
         mV = cute.make_tensor(v.iterator, cute.select(v.layout, mode=[2, 3, 1, 0]))
@@ -102,7 +103,8 @@ class ForwardFp8Kernel:
         mQ_tma, mK_tma, mO_tma = (batch.with_batch(m, t) for m, t in ((mQ_tma, q), (mK_tma, k), (mO_tma, out)))
         m_blocks, heads = ceil_div(q.shape[1], plan.tile_m), q.shape[2]
         total = m_blocks * heads * q.shape[0]
-        work = Work(tile_counter, table, total, m_blocks, heads, q.shape[0], heads // k.shape[2], section)
+        lengths = ragged.lengths if const_expr(plan.is_ragged) else None
+        work = Work(tile_counter, table, total, m_blocks, heads, q.shape[0], heads // k.shape[2], section, lengths)
         args = Fp8Args(
             mQ_tma, mK_tma, mV_tma, mO_tma, lse, scale * Float32(LOG2_E), descales, values, left, right, chunk, work
         )

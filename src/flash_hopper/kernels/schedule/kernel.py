@@ -5,47 +5,22 @@ Values that make no sense are cut so that no kernel leaves its tensors. The orde
 eighth: a counting sort by the logarithm of queries + keys, in no fixed order within a step, on which no result depends.
 """
 
-from typing import NamedTuple
-
-from flash_hopper.device.dsl import Int32, Int64, SmemAllocator, cuda, cute, cutlass
+from flash_hopper.device.dsl import Int32, SmemAllocator, cuda, cute, cutlass
+from flash_hopper.device.lengths import sequence_row
 from flash_hopper.device.sequences import (
     LengthArgs,
-    device_ints,
     table_order,
     table_ranked_row,
     table_row,
     table_sequences,
 )
 from flash_hopper.device.warp_sum import inclusive_sum
-from flash_hopper.geometry.arith import clamp
 from flash_hopper.plan.roles import WARP
-from flash_hopper.plan.schedule import COLUMNS, HEADER
+from flash_hopper.plan.schedule import HEADER
 
 THREADS = 1024
 STEPS = 8  # buckets a power of two
 BUCKETS = 256
-
-
-class Side(NamedTuple):
-    """Queries or keys. `size`: rows of a padded entry, 0 if packed; `rows`: of the whole packed tensor, or `size`;
-    `multiple`: what the first row of a sequence is rounded to in padded buffers."""
-
-    cu_seqlens: cute.Tensor
-    seqused: cute.Tensor
-    has_cu_seqlens: Int32
-    has_seqused: Int32
-    size: Int32
-    rows: Int32
-    multiple: Int32
-
-
-class Rows(NamedTuple):
-    """Of one sequence: used, allocated, where they start, and where they start in padded buffers."""
-
-    seqlen: Int32
-    allocated: Int32
-    first: Int32
-    padded: Int32
 
 
 class ScheduleKernel:
@@ -54,19 +29,10 @@ class ScheduleKernel:
     def launch(self, table: cute.Tensor, lengths: LengthArgs, stream: cuda.CUstream) -> None:
         """Called within the host code of another kernel, which reads the table (`table_ints(sequences)`,) that this one
         writes."""
-        sequences = table_sequences(table) - 1
-        q = self.side(lengths.cu_seqlens_q, lengths.seqused_q, lengths.rows_q, lengths.multiple_q, sequences)
-        k = self.side(lengths.cu_seqlens_k, lengths.seqused_k, lengths.rows_k, lengths.multiple_k, sequences)
-        self.kernel(q, k, table).launch(grid=[1, 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=True)
-
-    def side(self, cu_seqlens: Int64, seqused: Int64, rows: Int32, multiple: Int32, sequences: Int32) -> Side:
-        """One side of a call; an address of 0 stands for a tensor that is not there."""
-        is_packed, is_used = Int32(cu_seqlens != 0), Int32(seqused != 0)
-        offsets, used = device_ints(cu_seqlens, sequences + 1), device_ints(seqused, sequences)
-        return Side(offsets, used, is_packed, is_used, rows * (1 - is_packed), rows, multiple)
+        self.kernel(lengths, table).launch(grid=[1, 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=True)
 
     @cute.kernel
-    def kernel(self, q: Side, k: Side, table: cute.Tensor):
+    def kernel(self, lengths: LengthArgs, table: cute.Tensor):
         """Rows of the table, with a histogram of their lengths; its prefix sums; the rows in order."""
         thread, _, _ = cute.arch.thread_idx()
         memory = SmemAllocator()
@@ -80,46 +46,17 @@ class ScheduleKernel:
         if thread < HEADER:
             table[thread] = Int32(0)
         for i in cutlass.range(thread, count, THREADS, unroll=1):
-            values = self.values(q, k, i, count - 1)
+            values = sequence_row(lengths, i, count - 1)
             self.write_row(table_row(table, i), values)
             self.count_in(places, values)
         cute.arch.barrier()
         self.exclusive_sum(places, sums, thread)
         for i in cutlass.range(thread, count, THREADS, unroll=1):
-            values = self.values(q, k, i, count - 1)
+            values = sequence_row(lengths, i, count - 1)
             place = self.count_in(places, values)
             self.write_row(table_ranked_row(table, place), values)
             table_order(table)[place] = i
         cute.arch.griddepcontrol_launch_dependents()
-
-    @cute.jit
-    def values(self, q: Side, k: Side, i: Int32, batch: Int32) -> tuple[Int32, ...]:
-        """Sequence i's row, `COLUMNS` in order; number `batch` owns the rows behind the last sequence."""
-        queries, keys = self.rows(q, i, batch), self.rows(k, i, batch)
-        values = tuple(value for pair in zip(queries, keys, strict=True) for value in pair)
-        assert len(values) == len(COLUMNS)
-        return values
-
-    @cute.jit
-    def rows(self, side: Side, i: Int32, batch: Int32) -> Rows:
-        """One side of sequence i."""
-        first, end, before = Int32(0), side.size, i * side.size
-        if i == batch:
-            end = Int32(0)
-        if side.has_cu_seqlens != 0:
-            first, end = side.cu_seqlens[i], side.rows
-            if i < batch:
-                end = side.cu_seqlens[i + 1]
-            first = clamp(first, 0, side.rows)
-            end = clamp(end, first, side.rows)
-            before = first
-        seqlen = end - first
-        if side.has_seqused != 0 and i < batch:
-            seqlen = clamp(side.seqused[i], 0, end - first)
-        if i == batch:
-            seqlen = Int32(0)
-        padded = (before + i * side.multiple) // side.multiple * side.multiple
-        return Rows(seqlen, end - first, first, padded)
 
     def write_row(self, row: cute.Tensor, values: tuple[Int32, ...]) -> None:
         """A row of the table."""

@@ -5,6 +5,7 @@ covers both head dims; what fits into shared memory is decided by `plan/budget.p
 """
 
 from dataclasses import dataclass
+from typing import TypeGuard
 
 from flash_hopper.geometry.arith import round_up
 from flash_hopper.problem.mask import MaskKind
@@ -28,17 +29,28 @@ class Tile:
 class Row:
     """Serves head dims up to `hdim` and `hdimv`.
 
-    `short` replaces `tile` where it pads fewer query rows, and for causal attention up to `causal_short_to` rows, where
-    the masked part of the diagonal weighs more. `window` serves windows up to `WINDOW_TO` keys. `why` is the basis.
+    `tile` serves what no other does; `short` replaces it where it pads fewer query rows; `causal` serves masks up to
+    `causal_to` rows, where the masked part of the diagonal weighs more; `window` serves windows up to `WINDOW_TO` keys;
+    `ragged` serves ragged batches up to `RAGGED_TO` rows. `why` is the basis.
     """
 
     hdim: int
     hdimv: int
     tile: Tile
     short: Tile | None
-    causal_short_to: int
+    causal: Tile | None
+    causal_to: int
     window: Tile | None
+    ragged: Tile | None
     why: str
+
+    @property
+    def tiles(self) -> dict[str, Tile]:
+        """All of them, by what they are for."""
+        found = {
+            "main": self.tile, "short": self.short, "causal": self.causal, "windows": self.window, "ragged": self.ragged
+        }  # fmt: skip
+        return {name: tile for name, tile in found.items() if tile is not None}
 
 
 # A row's `short` tile is taken if `tile` would pad the query length by more than this over it.
@@ -50,17 +62,24 @@ CHUNK_MAX_M = 192
 # and with more stages: window 512 421 and 465, 1024 560 and 580, 4096 730 and 708.
 WINDOW_TO = 2048
 
+# Ragged batches whose longest sequence may have this many rows take the tile for them; it loses 3 to 4 % of full attention at 16k
+# (H200, 2026-11, docs/findings/ragged.md).
+RAGGED_TO = 8192
+
+D64, D128_CAUSAL, WINDOW_192 = Tile(256, 64, kv_stages=4), Tile(192, 64, False, 3), Tile(192, 64, False, 4)
+
 ROWS = (
-    Row(64, 64, Tile(192, 128), Tile(256, 64, kv_stages=4), 4096, Tile(256, 64, False, 4),
+    Row(64, 64, Tile(192, 128), D64, D64, 4096, Tile(256, 64, False, 4), D64,
         "H200, 2026-11: full 4k 570 against 566, causal 2k 460 against 484, window 1024 430 against 447; four stages instead "
         "of two in the short tile: full 1k 512 and 539, causal 2k 497 and 511"),
-    Row(96, 96, Tile(192, 96), Tile(128, 128), 2048, Tile(192, 64, False, 4),
+    Row(96, 96, Tile(192, 96), Tile(128, 128), Tile(128, 128), 2048, WINDOW_192, D128_CAUSAL,
         "registers: 48 S + 24 P + 48 O of 160; thresholds as for 128"),
-    Row(128, 128, Tile(192, 80), Tile(128, 128), 2048, Tile(192, 64, False, 4),
-        "H200, 2026-11: full 4k 772 against 741, causal 1k 448 against 498, window 1024 538 against 580"),
-    Row(192, 128, Tile(128, 112), None, 0, None, "largest n that leaves room for a separate O buffer"),
-    Row(192, 192, Tile(128, 112), None, 0, None, "largest n with two K/V stages, O staged in Q's buffer"),
-    Row(256, 256, Tile(128, 80), None, 0, None, "largest n with two K/V stages, O staged in Q's buffer"),
+    Row(128, 128, Tile(192, 80), Tile(128, 128), D128_CAUSAL, 4096, WINDOW_192, D128_CAUSAL,
+        "H200, 2026-11: full 4k 772 against 741; us of causal 1k 132.8 (128x128) and 132.0, 2k 217.6 and 215.4, 4k 398.9 (192x80) "
+        "and 394.2, 16k 1385 and 1401; window 1024 538 against 580"),
+    Row(192, 128, Tile(128, 112), None, None, 0, None, None, "largest n that leaves room for a separate O buffer"),
+    Row(192, 192, Tile(128, 112), None, None, 0, None, None, "largest n with two K/V stages, O staged in Q's buffer"),
+    Row(256, 256, Tile(128, 80), None, None, 0, None, None, "largest n with two K/V stages, O staged in Q's buffer"),
 )  # fmt: skip
 
 
@@ -69,14 +88,21 @@ def choose_row(hdim: int, hdimv: int) -> Row:
     return next(r for r in ROWS if hdim <= r.hdim and hdimv <= r.hdimv)
 
 
-def choose_tile(hdim: int, hdimv: int, mask: MaskKind, seqlen_q: int) -> Tile:
+def choose_tile(hdim: int, hdimv: int, mask: MaskKind, seqlen_q: int, is_ragged: bool = False) -> Tile:
     """The tile for padded head dims, a mask and a query length, or the reach of a window if that is less."""
     row = choose_row(hdim, hdimv)
     if mask == "local" and row.window is not None and seqlen_q <= WINDOW_TO:
         return row.window
-    if row.short is None or (mask == "chunk" and row.short.m > CHUNK_MAX_M):
+    if is_ragged and seqlen_q <= RAGGED_TO and _suits(row.ragged, mask):
+        return row.ragged
+    if mask != "full" and seqlen_q <= row.causal_to and _suits(row.causal, mask):
+        return row.causal
+    if not _suits(row.short, mask):
         return row.tile
-    if mask != "full" and seqlen_q <= row.causal_short_to:
-        return row.short
     padded, padded_short = round_up(seqlen_q, row.tile.m), round_up(seqlen_q, row.short.m)
     return row.short if padded > SHORT_TILE_GAIN * padded_short else row.tile
+
+
+def _suits(tile: Tile | None, mask: MaskKind) -> TypeGuard[Tile]:
+    """True for a tile that has the registers for the mask."""
+    return tile is not None and (mask != "chunk" or tile.m <= CHUNK_MAX_M)

@@ -4,7 +4,7 @@ A row is data, as in `tables/forward.py`. Keys per step are 128 throughout: a bl
 swizzle for a transposed V.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flash_hopper.geometry.arith import round_up
 
@@ -16,7 +16,7 @@ class Fp8Tile:
     """m query rows, 64 per consumer warpgroup.
 
     `overlaps`: a warpgroup's QK of the next block runs beside its PV of this one; otherwise the sums of PV take the registers
-    of the scores, and only other warpgroups' softmax runs beside products. `pieces`: into so many parts, two of which are in
+    of the scores, and only other warpgroups' softmax runs beside products. `pieces`: into so many equal parts, two of which are in
     flight, PV of a block is cut along the head dim. `has_pingpong`: warpgroups take turns at issuing products.
     """
 
@@ -43,19 +43,31 @@ SHORT_TILE_GAIN = 1.04  # as in `tables/forward.py`
 ROWS = (
     Fp8Row(64, 64, Fp8Tile(192, overlaps=False), Fp8Tile(128, overlaps=True),
         "registers: 64 S or 36 T, 16 P, 34 O of 160; exponentials are the limit, and three warpgroups share them best"),
-    Fp8Row(256, 128, Fp8Tile(128, overlaps=True), None, "registers: 64 S, 68 T, 16 P, 66 O of 240"),
-    Fp8Row(256, 192, Fp8Tile(128, overlaps=False), None, "registers: 64 S or 100 T, 16 P, 98 O of 240"),
+    Fp8Row(256, 96, Fp8Tile(128, overlaps=True), None, "registers: 64 S, 52 T, 16 P, 50 O of 232"),
+    Fp8Row(256, 128, Fp8Tile(128, overlaps=True), None, "registers: 64 S, 68 T, 16 P, 66 O of 232"),
+    Fp8Row(256, 160, Fp8Tile(128, overlaps=False, pieces=2, has_pingpong=False), None,
+        "registers: 64 S or two times 40 T, 16 P, 80 O of 232"),
+    Fp8Row(256, 192, Fp8Tile(128, overlaps=False, pieces=3, has_pingpong=False), None,
+        "registers: 64 S or two times 32 T, 16 P, 96 O of 232"),
     Fp8Row(256, 256, Fp8Tile(128, overlaps=False, pieces=4, has_pingpong=False), None,
-        "registers: 64 S or two times 32 T, 16 P, 128 O of 240"),
+        "registers: 64 S or two times 32 T, 16 P, 128 O of 232"),
 )  # fmt: skip
+
+# Beside that much of O a warpgroup has no registers left for the bounds of windows and chunks, nor for a ragged batch's tiles,
+# unless the sums of PV take the place of the scores.
+OVERLAP_MAX_HDIMV = 96
 
 PLAIN = Fp8Tile(128, overlaps=True, has_pingpong=False)  # sums in the tensor core: O is the accumulator
 
 
-def choose_fp8_tile(hdim: int, hdimv: int, seqlen_q: int) -> Fp8Tile:
-    """The tile for padded head dims and a query length, or the reach of a window if that is less."""
+def choose_fp8_tile(hdim: int, hdimv: int, seqlen_q: int, needs_registers: bool) -> Fp8Tile:
+    """The tile for padded head dims and a query length, or the reach of a window if that is less. needs_registers: for a window,
+    chunks, or a ragged batch."""
     row = next(r for r in ROWS if hdim <= r.hdim and hdimv <= r.hdimv)
-    if row.short is None:
-        return row.tile
-    padded, padded_short = round_up(seqlen_q, row.tile.m), round_up(seqlen_q, row.short.m)
-    return row.short if padded > SHORT_TILE_GAIN * padded_short else row.tile
+    tile = row.tile
+    if row.short is not None:
+        padded, padded_short = round_up(seqlen_q, row.tile.m), round_up(seqlen_q, row.short.m)
+        tile = row.short if padded > SHORT_TILE_GAIN * padded_short else tile
+    if needs_registers and hdimv > OVERLAP_MAX_HDIMV:
+        tile = replace(tile, overlaps=False)
+    return tile
