@@ -58,27 +58,6 @@ def copy_async_16(dst: Any, src: Any, size: Int32, *, loc: Any = None, ip: Any =
 
 
 @dsl_user_op
-def opaque(value: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
-    """mov.b32: the same value, of which the compiler knows nothing.
-
-    Volatile: what a loop computes from it stays in the loop instead of occupying registers all along.
-    """
-    return Int32(
-        llvm.inline_asm(
-            mlir_types.i32(),
-            [Int32(value).ir_value(loc=loc, ip=ip)],
-            "mov.b32 $0, $1;",
-            "=r,r",
-            has_side_effects=True,
-            is_align_stack=False,
-            asm_dialect=llvm.AsmDialect.AD_ATT,
-            loc=loc,
-            ip=ip,
-        )
-    )
-
-
-@dsl_user_op
 def pack_16bit(lo: Float32, hi: Float32, dtype: DType, *, loc: Any = None, ip: Any = None) -> Int32:
     """cvt.rn.{bf16x2,f16x2}.f32: two floats to one register, `lo` in the low half.
 

@@ -14,16 +14,19 @@ from torch.compiler import is_dynamo_compiling
 from flash_hopper.launch.attention import MAX_SIGNATURES, are_values
 from flash_hopper.launch.forward import Result
 from flash_hopper.launch.forward_fp8 import Descales, PreparedFp8, prepare_fp8
+from flash_hopper.launch.fp8_reference import PreparedFp8Reference, prepare_fp8_reference
 from flash_hopper.launch.route import as_plain, check_tensors, must_be_seen
 from flash_hopper.launch.sequences import Sequences, signature
 from flash_hopper.problem.attention import AttentionOptions
-from flash_hopper.problem.errors import DeviceError, UnsupportedError
+from flash_hopper.problem.errors import UnsupportedError
 from flash_hopper.problem.fp8 import Fp8Values
 
 CODES = torch.float8_e4m3fn
 _FIRST_DESCALE = list(AttentionOptions.__dataclass_fields__).index("q_descale")
 
-_prepared: dict[tuple[Any, ...], PreparedFp8] = {}
+Prepared = PreparedFp8 | PreparedFp8Reference
+
+_prepared: dict[tuple[Any, ...], Prepared] = {}
 
 
 def is_fp8(q: Any) -> bool:
@@ -78,10 +81,9 @@ def _prepare(
     options: tuple[Any, ...],
     descales: Descales,
     sequences: Sequences | None,
-) -> PreparedFp8:
-    if q.is_cuda:
-        return prepare_fp8(q, k, v, AttentionOptions(*options), out, descales, sequences)
-    raise DeviceError(f"e4m3 tensors must be on a cuda device of capability 9.0, got {q.device}")
+) -> Prepared:
+    prepare = prepare_fp8 if q.is_cuda else prepare_fp8_reference
+    return prepare(q, k, v, AttentionOptions(*options), out, descales, sequences)
 
 
 def _look(t: Tensor) -> tuple[Any, ...]:

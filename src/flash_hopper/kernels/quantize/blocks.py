@@ -5,12 +5,16 @@ has the blocks from number cu_seqlens[b] / 128 + b on (`geometry/fp8.py`); the r
 """
 
 from flash_hopper.device.dsl import Int32, const_expr, cute
-from flash_hopper.geometry.arith import clamp
+from flash_hopper.geometry.arith import clamp, maximum
 from flash_hopper.geometry.fp8 import packed_block
 from flash_hopper.geometry.strips import BLOCK_ROWS
 from flash_hopper.kernels.quantize.args import Block, LengthArgs
 from flash_hopper.plan.roles import WARP
 from flash_hopper.problem.fp8 import block_count, packed_block_count
+
+BASE, START, USED = range(
+    3
+)  # of a window: the first lane's sequence, where this lane's starts, and its rows that count
 
 
 class DenseBlocks:
@@ -24,8 +28,11 @@ class DenseBlocks:
         """Blocks of one head of one entry."""
         return block_count(mX.shape[1])
 
+    def make_window(self, mX: cute.Tensor, lengths: LengthArgs | None) -> None:
+        """Nothing is searched."""
+
     @cute.jit
-    def block(self, number: Int32, columns: Int32, mX: cute.Tensor, lengths: LengthArgs | None) -> Block:
+    def block(self, number: Int32, columns: Int32, mX: cute.Tensor, lengths: LengthArgs | None, window: None) -> Block:
         """The block of a number; columns: of one head of one entry."""
         rest, head = number // mX.shape[2], number % mX.shape[2]
         entry, column = rest // columns, rest % columns
@@ -53,18 +60,19 @@ class RaggedBlocks:
         return packed_block_count(mX.shape[1], lengths.cu_seqlens.shape[0] - 1)
 
     @cute.jit
-    def block(self, number: Int32, columns: Int32, mX: cute.Tensor, lengths: LengthArgs) -> Block:
-        """The block of a number. All lanes of a warp, with the same number."""
+    def block(self, number: Int32, columns: Int32, mX: cute.Tensor, lengths: LengthArgs, window: cute.Tensor) -> Block:
+        """The block of a number, at least that of the call before. All lanes of a warp, with the same number."""
         column, head = number // mX.shape[2], number % mX.shape[2]
         sequences, rows = lengths.cu_seqlens.shape[0] - 1, mX.shape[1]
-        sequence = self.find(lengths.cu_seqlens, column, rows)
-        start, end = clamp(lengths.cu_seqlens[sequence], 0, rows), rows
-        used = Int32(0)
-        if sequence < sequences:
-            end = clamp(lengths.cu_seqlens[sequence + 1], start, rows)
-            used = end - start
-            if const_expr(lengths.seqused is not None):
-                used = clamp(lengths.seqused[sequence], 0, end - start)
+        at = self.find(column, rows, lengths, window)
+        sequence = window[BASE] + at
+        start = cute.arch.shuffle_sync(window[START], offset=at)
+        end = maximum(cute.arch.shuffle_sync(window[START], offset=at + 1), start)
+        used = end - start
+        if const_expr(lengths.seqused is not None):
+            used = clamp(cute.arch.shuffle_sync(window[USED], offset=at), 0, end - start)
+        if sequence == sequences:  # rows of no sequence
+            used = Int32(0)
         position = (column - packed_block(start, sequence)) * BLOCK_ROWS
         return Block(
             Int32(0), sequence, head, column, start + position, position, clamp(used - position, 0, BLOCK_ROWS),
@@ -72,23 +80,38 @@ class RaggedBlocks:
         )  # fmt: skip
 
     @cute.jit
-    def find(self, cu_seqlens: cute.Tensor, column: Int32, rows: Int32) -> Int32:
-        """The last sequence that starts at or before a block; 32 sequences a step."""
-        lane = cute.arch.lane_idx()
-        before = Int32(0)
-        first = Int32(0)
-        while first < cu_seqlens.shape[0]:
-            starts = Int32(0)
-            if first + lane < cu_seqlens.shape[0]:
-                start = clamp(cu_seqlens[first + lane], 0, rows)
-                if packed_block(start, first + lane) <= column:
-                    starts = Int32(1)
-            found = Int32(cute.arch.popc(cute.arch.vote_ballot_sync(starts != 0)))
-            before = before + found
-            first = first + WARP
-            if found < WARP:
-                first = cu_seqlens.shape[0]
-        return before - 1
+    def find(self, column: Int32, rows: Int32, lengths: LengthArgs, window: cute.Tensor) -> Int32:
+        """Which lane has the last sequence that starts at or before a block; not the last lane, so that the next start is known."""
+        found = self.started(column, lengths, window)
+        while found == WARP:
+            self.show(window[BASE] + WARP - 1, rows, lengths, window)
+            found = self.started(column, lengths, window)
+        return found - 1
+
+    def started(self, column: Int32, lengths: LengthArgs, window: cute.Tensor) -> Int32:
+        """How many sequences of the window start at or before a block."""
+        sequence = window[BASE] + cute.arch.lane_idx()
+        starts = (sequence < lengths.cu_seqlens.shape[0]) & (packed_block(window[START], sequence) <= column)
+        return Int32(cute.arch.popc(cute.arch.vote_ballot_sync(starts)))
+
+    def make_window(self, mX: cute.Tensor, lengths: LengthArgs) -> cute.Tensor:
+        """Registers that show the first 32 sequences, one a lane: numbers of blocks rise, so that it is seldom moved on."""
+        window = cute.make_rmem_tensor(3, Int32)
+        self.show(Int32(0), mX.shape[1], lengths, window)
+        return window
+
+    @cute.jit
+    def show(self, base: Int32, rows: Int32, lengths: LengthArgs, window: cute.Tensor) -> None:
+        """Move the window to the sequences from `base` on; behind the last one everything starts at the end."""
+        sequence = base + cute.arch.lane_idx()
+        window[BASE] = base
+        window[START] = rows
+        window[USED] = Int32(0)
+        if sequence < lengths.cu_seqlens.shape[0]:
+            window[START] = clamp(lengths.cu_seqlens[sequence], 0, rows)
+        if const_expr(lengths.seqused is not None):
+            if sequence < lengths.seqused.shape[0]:
+                window[USED] = lengths.seqused[sequence]
 
 
 def make_blocks(is_ragged: bool) -> DenseBlocks | RaggedBlocks:

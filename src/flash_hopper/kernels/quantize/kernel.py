@@ -30,6 +30,7 @@ from flash_hopper.problem.dtypes import DType
 
 LARGEST = 3.4028234663852886e38  # of float32
 E4M3_MAX = 448.0
+MOST_PIECES = 8  # of a thread's 16-byte pieces of the result in registers
 SMALLEST_SCALE = 2.0**-120  # so that factor / scale is finite
 
 
@@ -115,33 +116,42 @@ class QuantizeKernel:
         if const_expr(plan.has_signs):
             sSigns = memory.allocate_tensor(Int32, cute.make_layout(self.strips.sign_words), 16)
             self.strips.write_signs(sSigns, mSigns, thread)
+        window = self.blocks.make_window(mX, lengths)
         for i in cutlass.range_constexpr(stages - 1):
-            self.load(mX, sX, sBlocks, lengths, first + i * step, columns, total, Int32(i), thread)
+            self.load(mX, sX, sBlocks, lengths, window, first + i * step, columns, total, Int32(i), thread)
         stage = Int32(0)
         for number in cutlass.range(first, total, step, unroll=1):
             if const_expr(stages == 1):
                 cute.arch.barrier()  # the result of the block before is out of the stage
-                self.load(mX, sX, sBlocks, lengths, number, columns, total, stage, thread)
+                self.load(mX, sX, sBlocks, lengths, window, number, columns, total, stage, thread)
                 cute.arch.cp_async_wait_group(0)
                 cute.arch.barrier()
             else:
                 cute.arch.cp_async_wait_group(stages - 2)
                 cute.arch.barrier()
                 free = stage + stages - 1 if stage == 0 else stage - 1
-                self.load(mX, sX, sBlocks, lengths, number + (stages - 1) * step, columns, total, free, thread)
+                ahead = number + (stages - 1) * step
+                self.load(mX, sX, sBlocks, lengths, window, ahead, columns, total, free, thread)
             block = Block(*(sBlocks[i, stage] for i in range(BLOCK_INTS)))
-            self.compute(mOut, sX[None, None, stage], sMaxima, scales, sSigns, rotary, factor, block, thread)
+            if const_expr(self.plan.is_ragged and not self.plan.is_transposed):
+                if block.written > 0:
+                    self.compute(mOut, sX[None, None, stage], sMaxima, scales, sSigns, rotary, factor, block, thread)
+                else:
+                    self.pass_over(scales, block, thread)
+            else:
+                self.compute(mOut, sX[None, None, stage], sMaxima, scales, sSigns, rotary, factor, block, thread)
             stage = stage + 1 if stage + 1 < stages else Int32(0)
         cute.arch.griddepcontrol_launch_dependents()
 
     @cute.jit
     def load(
-        self, mX: cute.Tensor, sX: cute.Tensor, sBlocks: cute.Tensor, lengths: LengthArgs | None, number: Int32, columns: Int32,
-        total: Int32, stage: Int32, thread: Int32,
+        self, mX: cute.Tensor, sX: cute.Tensor, sBlocks: cute.Tensor, lengths: LengthArgs | None, window: cute.Tensor | None,
+        number: Int32, columns: Int32, total: Int32, stage: Int32, thread: Int32,
     ) -> None:  # fmt: skip
         """Start loading a block, if there is one of that number, and say where it lies. Rows that do not count become zeros."""
+        thread = anew(thread, number)
         if number < total:
-            block = self.blocks.block(number, columns, mX, lengths)
+            block = self.blocks.block(number, columns, mX, lengths, window)
             if thread == 0:
                 for i in cutlass.range_constexpr(BLOCK_INTS):
                     sBlocks[i, stage] = block[i]
@@ -163,6 +173,7 @@ class QuantizeKernel:
     ) -> None:  # fmt: skip
         """A block that lies in sX (vector, chunks)."""
         purpose = self.plan.purpose
+        thread = anew(thread, block.written)
         values = cute.make_rmem_tensor(STRIP, Float32)
         self.strips.read(sX, values, block, sSigns, rotary, thread)
         if const_expr(purpose in ("block", "absmax")):
@@ -185,6 +196,15 @@ class QuantizeKernel:
             self.strips.write(sOut, values, factor, thread)
             cute.arch.barrier()
             self.store(mOut, sOut, block, thread)
+
+    @cute.jit
+    def pass_over(self, scales: ScaleArgs, block: Block, thread: Int32) -> None:
+        """A block without rows, of which a ragged batch has some: a scale is all that it has."""
+        if const_expr(self.plan.purpose == "block"):
+            if thread == 0:
+                scales.descale[block.entry, block.head, block.column] = Float32(1.0)
+        elif const_expr(self.plan.purpose == "scaled"):
+            self.group_scale(scales, block, thread)
 
     def post_largest(self, values: cute.Tensor, sMaxima: cute.Tensor, thread: Int32) -> None:
         """The largest magnitude of a warp's values to shared memory. NaNs do not count."""
@@ -238,21 +258,33 @@ class QuantizeKernel:
         size = cute.size(sOut, mode=[0])
         passes, rows_per_pass = STRIP // size, self.threads // row_chunks
         row, column = thread // row_chunks, thread % row_chunks
-        pieces = cute.make_rmem_tensor((size, passes), self.out_dtype)
-        for i in cutlass.range_constexpr(passes):
-            if const_expr(self.plan.is_transposed):
-                place = transposed_chunk(row + i * rows_per_pass, column)
-            else:
-                place = swizzled_pass(thread, i, self.threads, passes)
-            cute.autovec_copy(sOut[None, place], pieces[None, i])
-        for i in cutlass.range_constexpr(passes):
-            if const_expr(self.plan.is_transposed):
-                gOut = mOut[block.entry, block.head, row + i * rows_per_pass, None]
-                cute.autovec_copy(pieces[None, i], cute.local_tile(gOut, (size,), (block.column * 8 + column,)))
-            else:
-                if row + i * rows_per_pass < block.written:
-                    gOut = mOut[block.entry, block.row + row + i * rows_per_pass, block.head, None]
-                    cute.autovec_copy(pieces[None, i], cute.local_tile(gOut, (size,), (column,)))
+        group = min(passes, MOST_PIECES)
+        for first in range(0, passes, group):
+            pieces = cute.make_rmem_tensor((size, group), self.out_dtype)
+            for i in cutlass.range_constexpr(group):
+                if const_expr(self.plan.is_transposed):
+                    place = transposed_chunk(row + (first + i) * rows_per_pass, column)
+                else:
+                    place = swizzled_pass(thread, first + i, self.threads, passes)
+                cute.autovec_copy(sOut[None, place], pieces[None, i])
+            for i in cutlass.range_constexpr(group):
+                at = row + (first + i) * rows_per_pass
+                if const_expr(self.plan.is_transposed):
+                    gOut = mOut[block.entry, block.head, at, None]
+                    cute.autovec_copy(pieces[None, i], cute.local_tile(gOut, (size,), (block.column * 8 + column,)))
+                else:
+                    if at < block.written:
+                        gOut = mOut[block.entry, block.row + at, block.head, None]
+                        cute.autovec_copy(pieces[None, i], cute.local_tile(gOut, (size,), (column,)))
+
+
+def anew(thread: Int32, known: Int32) -> Int32:
+    """The same thread, as a number that is not there before `known` is, which is not negative and of this block.
+
+    Otherwise places in memory, computed from the thread alone, are kept in registers from block to block, more than there are
+    (up to 188 bytes a thread were spilled).
+    """
+    return thread + (known >> 31)
 
 
 def bits_of(value: Float32) -> Int32:

@@ -8,14 +8,17 @@ elements up to 32 apart are a thread's own; for n = 128 and 256 one or two follo
 first, so that no sum overflows; what is missing then is in the factor that the kernel is given.
 """
 
-from flash_hopper.device.dsl import Float8E4M3FN, Float32, Int32, const_expr, cute, cutlass
-from flash_hopper.device.ptx import opaque
+from typing import Any
+
+from flash_hopper.device.dsl import Constexpr, Float8E4M3FN, Float32, Int32, const_expr, cute, cutlass
 from flash_hopper.geometry.arith import minimum
 from flash_hopper.geometry.fp8 import key_at
 from flash_hopper.geometry.strips import COLUMNS, KEYS, STRIP, swizzled, transpose_place, transposed_word
 from flash_hopper.kernels.quantize.args import Block, RotaryArgs
 from flash_hopper.plan.quantize import QuantizePlan
+from flash_hopper.problem.dtypes import DType
 
+UNUSED_NAN = 0x7FFFE5E5  # arithmetic gives another one
 SIGN_BITS = (0x8000, -0x80000000)  # of the halves of a word
 
 
@@ -55,26 +58,55 @@ class RowStrips:
     ) -> None:  # fmt: skip
         """values (64,) float32: the strip of a stage sX (vector, chunks), turned and transformed."""
         plan = self.plan
-        columns = plan.head_dim // COLUMNS
-        if const_expr(plan.rotary != "none"):
-            thread = opaque(thread)  # else the places of all angles are kept in registers, of which there are too few
-        for j in cutlass.range_constexpr(STRIP // COLUMNS):
-            number = thread * (STRIP // COLUMNS) + j
-            own = packed_piece(sX, number, self.chunks)
-            if const_expr(plan.has_signs and self.has_packed_signs):
-                self.change_packed_signs(own, sSigns, number % columns)
-            piece = cute.make_tensor(values.iterator + j * COLUMNS, cute.make_layout(COLUMNS))
-            piece.store(own.load().to(Float32))
-            if const_expr(plan.rotary != "none"):
-                if const_expr(plan.rotary_dim < plan.head_dim):
-                    if number % columns < plan.rotary_dim // COLUMNS:
-                        self.turn(sX, piece, block, rotary, number // columns, number % columns)
-                else:
-                    self.turn(sX, piece, block, rotary, number // columns, number % columns)
-            if const_expr(plan.has_signs and not self.has_packed_signs):
-                self.change_signs(piece, sSigns, number % columns)
+        group = self.pieces_at_once
+        for first in cutlass.range_constexpr(0, STRIP // COLUMNS, group):
+            angles: list[Any] = [None] * group
+            if const_expr(plan.rotary != "none" and group > 1):
+                numbers = [thread * (STRIP // COLUMNS) + first + j for j in range(group)]
+                angles = [self.angles(block, rotary, number) for number in numbers]
+            for j in cutlass.range_constexpr(group):
+                piece = cute.make_tensor(values.iterator + (first + j) * COLUMNS, cute.make_layout(COLUMNS))
+                own = thread
+                if const_expr(group == 1 and first > 0):
+                    own = after(thread, values[first * COLUMNS - 1])
+                self.read_piece(sX, piece, block, rotary, angles[j], sSigns, own, first + j)
         if const_expr(plan.hadamard > 1):
             self.transform(values, thread)
+
+    @cute.jit
+    def read_piece(
+        self, sX: cute.Tensor, piece: cute.Tensor, block: Block, rotary: RotaryArgs | None, angles: Any,
+        sSigns: cute.Tensor | None, thread: Int32, i: Constexpr[int],
+    ) -> None:  # fmt: skip
+        """The i-th 8 elements, turned and with their signs, as float32."""
+        plan, columns = self.plan, self.plan.head_dim // COLUMNS
+        number = thread * (STRIP // COLUMNS) + i
+        own = packed_piece(sX, number, self.chunks)
+        if const_expr(plan.has_signs and self.has_packed_signs):
+            self.change_packed_signs(own, sSigns, number % columns)
+        piece.store(own.load().to(Float32))
+        if const_expr(plan.rotary != "none"):
+            if const_expr(plan.rotary_dim < plan.head_dim):
+                if number % columns < plan.rotary_dim // COLUMNS:
+                    self.turn(sX, piece, block, rotary, angles, number)
+            else:
+                self.turn(sX, piece, block, rotary, angles, number)
+        if const_expr(plan.has_signs and not self.has_packed_signs):
+            self.change_signs(piece, sSigns, number % columns)
+
+    @property
+    def pieces_at_once(self) -> int:
+        """Pieces of a strip whose angles are on their way from memory at the same time: as many as there are registers for."""
+        if self.plan.rotary == "none":
+            return STRIP // COLUMNS
+        if self.plan.has_wide_table or self.plan.dtype is DType.FP32:
+            return 4 if self.plan.rotary == "interleaved" else 1
+        return 8 if self.plan.rotary == "interleaved" else 4
+
+    @property
+    def table_step(self) -> int:
+        """Angles of a piece."""
+        return COLUMNS // 2 if self.plan.rotary == "interleaved" else COLUMNS
 
     def change_packed_signs(self, piece: cute.Tensor, sSigns: cute.Tensor, column: Int32) -> None:
         """In place, 8 elements of 16 bits of which a row has 8 * `column` others before."""
@@ -90,46 +122,55 @@ class RowStrips:
         for i in range(COLUMNS):
             words[i] = words[i] ^ (bits << (31 - i)) & SIGN_BITS[1]
 
-    def turn(
-        self, sX: cute.Tensor, own: cute.Tensor, block: Block, rotary: RotaryArgs, row: Int32, column: Int32
-    ) -> None:
-        """Rotary embedding of the 8 elements `own` (float32) of a row of the block."""
+    def angles(self, block: Block, rotary: RotaryArgs, number: Int32) -> tuple[cute.Tensor, cute.Tensor]:
+        """cos and sin for piece `number` of the block, as they are in the tables; any where nothing is turned."""
+        columns, last = self.plan.head_dim // COLUMNS, self.plan.rotary_dim // (2 * self.table_step) - 1
         offset = rotary.offset
         if rotary.offsets is not None:
             offset = offset + rotary.offsets[block.sequence]
-        position = minimum(block.position + row + offset, rotary.cos.shape[0] - 1)
-        if self.plan.rotary == "interleaved":
-            self.turn_neighbours(own, rotary, position, column)
+        position = minimum(block.position + number // columns + offset, rotary.cos.shape[0] - 1)
+        index = number % columns
+        if self.plan.rotary == "halves":
+            index = index % (last + 1)
         else:
-            self.turn_halves(sX, own, rotary, position, row * (self.plan.head_dim // COLUMNS), column)
+            index = minimum(index, last)
+        return self.table_part(rotary.cos, position, index), self.table_part(rotary.sin, position, index)
 
-    def turn_neighbours(self, own: cute.Tensor, rotary: RotaryArgs, position: Int32, column: Int32) -> None:
+    def table_part(self, table: cute.Tensor, position: Int32, index: Int32) -> cute.Tensor:
+        """(table_step,) of a table's row."""
+        found = cute.make_rmem_tensor(self.table_step, table.element_type)
+        cute.autovec_copy(cute.local_tile(table[position, None], (self.table_step,), (index,)), found)
+        return found
+
+    def turn(
+        self, sX: cute.Tensor, own: cute.Tensor, block: Block, rotary: RotaryArgs, angles: Any, number: Int32
+    ) -> None:
+        """Rotary embedding of the 8 elements `own` (float32), piece `number` of the block, by `angles` or those of the tables."""
+        columns = self.plan.head_dim // COLUMNS
+        row, column = number // columns, number % columns
+        cos, sin = map(widened, angles or self.angles(block, rotary, number))
+        if self.plan.rotary == "interleaved":
+            self.turn_neighbours(own, cos, sin)
+        else:
+            self.turn_halves(sX, own, cos, sin, row * columns, column)
+
+    def turn_neighbours(self, own: cute.Tensor, cos: cute.Tensor, sin: cute.Tensor) -> None:
         """(x0, x1) -> (x0 cos - x1 sin, x0 sin + x1 cos) for elements 2 i and 2 i + 1."""
-        half = COLUMNS // 2
-        cos, sin = (self.angles(table, position, half, column) for table in (rotary.cos, rotary.sin))
-        for i in range(half):
+        for i in range(COLUMNS // 2):
             x0, x1 = own[2 * i], own[2 * i + 1]
             own[2 * i] = x0 * cos[i] - x1 * sin[i]
             own[2 * i + 1] = x0 * sin[i] + x1 * cos[i]
 
     def turn_halves(
-        self, sX: cute.Tensor, own: cute.Tensor, rotary: RotaryArgs, position: Int32, row_start: Int32, column: Int32
+        self, sX: cute.Tensor, own: cute.Tensor, cos: cute.Tensor, sin: cute.Tensor, row_start: Int32, column: Int32
     ) -> None:
         """The same for elements i and i + rotary_dim / 2, of which one is in shared memory; row_start: the row's first piece."""
         half = self.plan.rotary_dim // (2 * COLUMNS)
-        angle = column % half
         is_upper = column // half  # 0 or 1
         partner = widened(packed_piece(sX, row_start + column + half - 2 * half * is_upper, self.chunks))
         sign = Float32(2 * is_upper - 1)
-        cos, sin = (self.angles(table, position, COLUMNS, angle) for table in (rotary.cos, rotary.sin))
         for i in range(COLUMNS):
             own[i] = own[i] * cos[i] + sign * (partner[i] * sin[i])
-
-    def angles(self, table: cute.Tensor, position: Int32, size: int, index: Int32) -> cute.Tensor:
-        """(size,) float32 of a table's row."""
-        found = cute.make_rmem_tensor(size, table.element_type)
-        cute.autovec_copy(cute.local_tile(table[position, None], (size,), (index,)), found)
-        return widened(found)
 
     @cute.jit
     def transform(self, values: cute.Tensor, thread: Int32) -> None:
@@ -199,6 +240,16 @@ class KeyStrips:
                 codes = cute.make_rmem_tensor(4, Float8E4M3FN)
                 codes.store(scaled.load().to(Float8E4M3FN))
                 words[transposed_word(place, i, half)] = cute.recast_tensor(codes, Int32)[0]
+
+
+def after(thread: Int32, value: Float32) -> Int32:
+    """The same thread, as a number that is not there before a value that was computed.
+
+    Otherwise ptxas starts the loads of all pieces at once, for which there are too few registers.
+    """
+    pattern = cute.make_rmem_tensor(1, Float32)
+    pattern[0] = value
+    return thread + Int32(cute.recast_tensor(pattern, Int32)[0] == UNUSED_NAN)
 
 
 def packed_piece(sX: cute.Tensor, number: Int32, chunks_per_strip: int) -> cute.Tensor:
