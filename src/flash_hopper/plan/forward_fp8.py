@@ -124,7 +124,8 @@ def plan_forward_fp8(
     hdim, hdimv = padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v)
     mask = problem.mask.simplified(problem.seqlen_q, problem.seqlen_k)
     is_plain = accumulation == "plain"
-    needs_registers = problem.ragged is not None or mask.kind in ("local", "chunk")
+    is_negative = Feature.NEGATIVE_SCALE in problem.features
+    needs_registers = problem.ragged is not None or mask.kind in ("local", "chunk") or is_negative
     tile = PLAIN if is_plain else choose_fp8_tile(hdim, hdimv, typical_rows(problem, mask), needs_registers)
     has_sums = not is_plain and tile.pieces == 1
     buffers = choose_fp8_buffers(
@@ -144,7 +145,7 @@ def plan_forward_fp8(
         mask=mask.kind,
         is_ragged=problem.ragged is not None,
         has_lse=Feature.LSE in problem.features,
-        negates_scores=Feature.NEGATIVE_SCALE in problem.features,
+        negates_scores=is_negative,
         accumulation=accumulation,
         overlaps=tile.overlaps,
         pieces=tile.pieces,

@@ -53,21 +53,21 @@ ROWS = (
         "registers: 64 S or two times 32 T, 16 P, 128 O of 232"),
 )  # fmt: skip
 
-# Beside that much of O a warpgroup has no registers left for the bounds of windows and chunks, nor for a ragged batch's tiles,
-# unless the sums of PV take the place of the scores.
-OVERLAP_MAX_HDIMV = 96
+# Beside this much of O a warpgroup has few registers left, too few for the bounds of windows and chunks, a ragged batch's tiles,
+# negated scores, or the descriptors of a taller Q: then the sums of PV take the place of the scores.
+TIGHT_HDIMV, TIGHT_MAX_HDIM = 128, 128
 
 PLAIN = Fp8Tile(128, overlaps=True, has_pingpong=False)  # sums in the tensor core: O is the accumulator
 
 
 def choose_fp8_tile(hdim: int, hdimv: int, seqlen_q: int, needs_registers: bool) -> Fp8Tile:
     """The tile for padded head dims and a query length, or the reach of a window if that is less. needs_registers: for a window,
-    chunks, or a ragged batch."""
+    chunks, a ragged batch, or a negative scale."""
     row = next(r for r in ROWS if hdim <= r.hdim and hdimv <= r.hdimv)
     tile = row.tile
     if row.short is not None:
         padded, padded_short = round_up(seqlen_q, row.tile.m), round_up(seqlen_q, row.short.m)
         tile = row.short if padded > SHORT_TILE_GAIN * padded_short else tile
-    if needs_registers and hdimv > OVERLAP_MAX_HDIMV:
+    if hdimv == TIGHT_HDIMV and (needs_registers or hdim > TIGHT_MAX_HDIM):
         tile = replace(tile, overlaps=False)
     return tile
