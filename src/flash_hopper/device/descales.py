@@ -42,11 +42,10 @@ class DescaleArgs(NamedTuple):
 
 
 class BlockFactors(NamedTuple):
-    """Of one key block: what scores are multiplied with, its reciprocal, and V's descale (None if it is the sequence's)."""
+    """Of one key block: what scores are multiplied with, and its reciprocal."""
 
     scores: Float32
     inverse: Float32
-    value: Float32 | None
 
 
 class SequenceScales(NamedTuple):
@@ -93,7 +92,10 @@ class SequenceDescales:
 
     def of_block(self, args: Any, scales: SequenceScales, n_block: Int32) -> BlockFactors:
         """The tile's."""
-        return BlockFactors(scales.scores, cute.arch.rcp_approx(scales.scores), None)
+        return BlockFactors(scales.scores, cute.arch.rcp_approx(scales.scores))
+
+    def of_values(self, args: Any, scales: SequenceScales, n_block: Int32) -> None:
+        """O has one factor, at its end."""
 
     def of_output(self, scales: SequenceScales, units: cute.Tensor) -> Float32:
         """What O is counted in."""
@@ -119,31 +121,35 @@ class BlockDescales:
         )
 
     def of_block(self, args: Any, scales: BlockScales, n_block: Int32) -> BlockFactors:
-        """Read at the start of a step. Whatever a block without keys has for descales, the factors are finite."""
-        k, v = args.descales.k, args.descales.v
+        """Read at the start of a step. Whatever a block without keys has for descales, factors are finite."""
+        k = args.descales.k
         factor = _bounded_factor(scales.scores * _read(k, scales.k_first + n_block * k.block))
+        return BlockFactors(factor, cute.arch.rcp_approx(factor))
+
+    def of_values(self, args: Any, scales: BlockScales, n_block: Int32) -> Float32:
+        """V's descale of a block that is to be added to O; finite, too."""
+        v = args.descales.v
         value = _read(v, scales.v_first + n_block * v.block)
-        value = cute.arch.fmax(cute.arch.fmin(value, Float32(LARGEST_VALUE)), Float32(SMALLEST_VALUE))
-        return BlockFactors(factor, cute.arch.rcp_approx(factor), value)
+        return cute.arch.fmax(cute.arch.fmin(value, Float32(LARGEST_VALUE)), Float32(SMALLEST_VALUE))
 
     def of_output(self, scales: BlockScales, units: cute.Tensor) -> Float32:
         """What O is counted in."""
         return units[UNIT]
 
 
-# Elements of `units`: what O is counted in, the largest descale so far, and that of the block whose weights are in registers.
-UNIT, LARGEST, PENDING = range(3)
+# Elements of `units`: what O is counted in, the largest descale so far, and that of a tile's last block.
+UNIT, LARGEST, LAST = range(3)
 
 
-def start_units(units: cute.Tensor, value: Float32) -> None:
-    """The first block of a tile has this descale."""
-    for i in range(3):
-        units[i] = value
+def start_units(units: cute.Tensor) -> None:
+    """O is 0, in whatever it is counted."""
+    units[UNIT] = Float32(1.0)
+    units[LARGEST] = Float32(0.0)
 
 
-def change_unit(units: cute.Tensor) -> tuple[Float32, Float32, Boolean]:
-    """Count O in the descale of the pending block: the factor for O, and one for that block's part where it is needed."""
-    value = units[PENDING]
+def change_unit(units: cute.Tensor, value: Float32) -> tuple[Float32, Float32, Boolean]:
+    """Count O in the descale of a block that is to be added: the factor for O, and one for the block's part where it is
+    needed."""
     largest = cute.arch.fmax(units[LARGEST], value)
     unit = cute.arch.fmax(value, largest * UNIT_RANGE)
     inverse = cute.arch.rcp_approx(unit)

@@ -74,6 +74,11 @@ class ForwardFp8Plan:
         return self.accumulation == "two_level"
 
     @property
+    def is_tight(self) -> bool:
+        """Whether consumers need every register: with 256 columns of O as accumulator, or 128 and a second sum, beside S."""
+        return self.overlaps and self.tile_hdimv >= 128
+
+    @property
     def has_sum_columns(self) -> bool:
         """Whether row sums come from PV, of the rounded weights and columns of ones; else from weights that are not rounded.
 
@@ -124,8 +129,8 @@ def plan_forward_fp8(
     hdim, hdimv = padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v)
     mask = problem.mask.simplified(problem.seqlen_q, problem.seqlen_k)
     is_plain = accumulation == "plain"
-    needs_registers = problem.ragged is not None or mask.kind in ("local", "chunk")
-    tile = PLAIN if is_plain else choose_fp8_tile(hdim, hdimv, typical_rows(problem, mask), needs_registers)
+    rows, is_ragged = typical_rows(problem, mask), problem.ragged is not None
+    tile = PLAIN if is_plain else choose_fp8_tile(hdim, hdimv, rows, is_ragged)
     has_sums = not is_plain and tile.pieces == 1
     buffers = choose_fp8_buffers(
         tile.m, TILE_N, hdim, hdimv, SUM_COLUMNS * has_sums, out_dtype.itemsize, tile.kv_stages
@@ -142,7 +147,7 @@ def plan_forward_fp8(
         has_pingpong=tile.has_pingpong,
         scheduler="static" if mask.kind == "full" and problem.ragged is None else "dynamic",
         mask=mask.kind,
-        is_ragged=problem.ragged is not None,
+        is_ragged=is_ragged,
         has_lse=Feature.LSE in problem.features,
         negates_scores=Feature.NEGATIVE_SCALE in problem.features,
         accumulation=accumulation,

@@ -74,11 +74,10 @@ def roles_of(plan: HasConsumers) -> Roles:
 
 
 def _is_tight(plan: HasConsumers) -> bool:
-    """True if the consumers need every register: those of a key-parallel backward whose producer can do with few, and of an e4m3
-    forward that sums in the tensor core."""
+    """True if the consumers need every register, and the producer can do with few."""
     if isinstance(plan, BackwardDkdvPlan):
         return not (plan.splits_roles and plan.is_ragged)
-    return isinstance(plan, ForwardFp8Plan) and not plan.is_two_level
+    return isinstance(plan, ForwardFp8Plan) and plan.is_tight
 
 
 @dataclass(frozen=True, slots=True)

@@ -305,7 +305,7 @@ class Consumer:
                 k_state, v_state = self.step(
                     args, atoms, pipes, frags, softmax, part, q_slot, k_state, v_state, wg, rest - 1 - i, LEFT
                 )
-        self.drain(atoms, pipes, frags, v_state, wg)
+        self.drain(args, atoms, pipes, frags, softmax, part, v_state, wg)
         return k_state, v_state
 
     @cute.jit
@@ -326,7 +326,17 @@ class Consumer:
         to_operand(frags.acc_S, frags.tOrP, self.plan.dtype)
 
     @cute.jit
-    def drain(self, atoms: ForwardAtoms, pipes: Pipelines, frags: Fragments, v_state: Any, wg: Int32) -> None:
+    def drain(
+        self,
+        args: ForwardArgs,
+        atoms: ForwardAtoms,
+        pipes: Pipelines,
+        frags: Fragments,
+        softmax: SoftmaxState,
+        part: Part,
+        v_state: Any,
+        wg: Int32,
+    ) -> None:
         """Issue PV of a tile's last block."""
         pipes.v.consumer_wait(v_state)
         issue(atoms.mma_pv, frags.acc_O, frags.tOrP, frags.tOrVt[None, None, None, v_state.index], False)

@@ -6,7 +6,7 @@ what happens to a block: weights that fill the range of e4m3, products whose sum
 
 from typing import Any, NamedTuple
 
-from flash_hopper.device.descales import PENDING, BlockFactors, change_unit, make_descales, start_units
+from flash_hopper.device.descales import LAST, BlockFactors, change_unit, make_descales, start_units
 from flash_hopper.device.dsl import (
     ELEMENT_TYPES,
     Boolean,
@@ -120,13 +120,14 @@ class Fp8Consumer(Consumer):
         """Weights of a tile's first block, whose masked scores are in registers, and PV if nothing is to run beside it."""
         factors = self.descales.of_block(args, part.scales, n_block)
         if const_expr(self.descales.has_units):
-            start_units(state.units, factors.value)
+            start_units(state.units)
+        value = self.descales.of_values(args, part.scales, n_block)
         self.move_reference(frags, state, factors, True)
         self.probabilities(frags, state, factors)
         advance(state)
         if const_expr(not self.plan.overlaps):
             self.turns.wait(wg)
-            self.add_values(atoms, pipes, frags, state, v_state)
+            self.add_values(atoms, pipes, frags, state, value, v_state)
 
     @cute.jit
     def step(  # type: ignore[override]
@@ -146,6 +147,8 @@ class Fp8Consumer(Consumer):
     ) -> tuple[Any, Any]:
         """Steady state: scores of `n_block`, and PV of the block before it; or, if not beside each other, PV of its own."""
         factors = self.descales.of_block(args, part.scales, n_block)
+        # of the block whose PV is added in this step
+        value = self.descales.of_values(args, part.scales, n_block + 1 if const_expr(self.plan.overlaps) else n_block)
         if const_expr(not self.plan.overlaps):  # of the block before
             pipes.v.consumer_release(v_state)
             v_state.advance()
@@ -176,16 +179,14 @@ class Fp8Consumer(Consumer):
             pipes.v.consumer_release(v_state)
             v_state.advance()
             if const_expr(self.plan.is_two_level):
-                self.fold_all(frags, state)
+                self.fold_all(frags, state, value)
             elif moves:
                 scale_rows(acc_as_rows(frags.acc_O), state.following)
-        if const_expr(self.descales.has_units):
-            state.units[PENDING] = factors.value
         self.probabilities(frags, state, factors)
         advance(state)
         if const_expr(not self.plan.overlaps):
             self.turns.wait(wg)
-            self.add_values(atoms, pipes, frags, state, v_state)
+            self.add_values(atoms, pipes, frags, state, value, v_state)
         return k_state, v_state
 
     @cute.jit
@@ -207,10 +208,20 @@ class Fp8Consumer(Consumer):
 
     @cute.jit
     def drain(  # type: ignore[override]
-        self, atoms: Fp8Atoms, pipes: Pipelines, frags: Fp8Fragments, v_state: Any, wg: Int32
+        self,
+        args: Fp8Args,
+        atoms: Fp8Atoms,
+        pipes: Pipelines,
+        frags: Fp8Fragments,
+        state: E4m3State,
+        part: Fp8Part,
+        v_state: Any,
+        wg: Int32,
     ) -> None:
         """Issue PV of a tile's last block, or, if that is done, give the turn away."""
         if const_expr(self.plan.overlaps):
+            if const_expr(self.descales.has_units):
+                state.units[LAST] = self.descales.of_values(args, part.scales, part.blocks.start)
             pipes.v.consumer_wait(v_state)
             self.issue_values(atoms, frags, v_state.index)
         else:
@@ -228,7 +239,7 @@ class Fp8Consumer(Consumer):
             else:
                 warpgroup.wait_group(0)
             if const_expr(self.plan.is_two_level):
-                self.fold_all(frags, state)
+                self.fold_all(frags, state, state.units[LAST])
         value = self.descales.of_output(part.scales, state.units)
         self.epilogue.normalise(state, value, tile, part.first_row)
 
@@ -254,7 +265,13 @@ class Fp8Consumer(Consumer):
 
     @cute.jit
     def add_values(
-        self, atoms: Fp8Atoms, pipes: Pipelines, frags: Fp8Fragments, state: E4m3State, v_state: Any
+        self,
+        atoms: Fp8Atoms,
+        pipes: Pipelines,
+        frags: Fp8Fragments,
+        state: E4m3State,
+        value: Float32 | None,
+        v_state: Any,
     ) -> None:
         """PV of a block, piece by piece, added to O; the next piece is computed while one is added."""
         pieces, buffers = self.plan.pieces, len(frags.acc_T)
@@ -266,24 +283,24 @@ class Fp8Consumer(Consumer):
 
         for i in cutlass.range_constexpr(buffers):
             start(i)
-        change = self.change_of_unit(state)
+        change = self.change_of_unit(state, value)
         for i in cutlass.range_constexpr(pieces):
             warpgroup.wait_group(min(buffers - 1, pieces - 1 - i))
             self.fold_piece(frags, state, change, i)
             if const_expr(i + buffers < pieces):
                 start(i + buffers)
 
-    def fold_all(self, frags: Fp8Fragments, state: E4m3State) -> None:
-        """Add PV of the pending block to O."""
-        self.fold_piece(frags, state, self.change_of_unit(state), 0)
+    def fold_all(self, frags: Fp8Fragments, state: E4m3State, value: Float32 | None) -> None:
+        """Add PV of a block to O; value: its descale."""
+        self.fold_piece(frags, state, self.change_of_unit(state, value), 0)
 
-    def change_of_unit(self, state: E4m3State) -> tuple[Float32, Float32, Boolean] | None:
+    def change_of_unit(self, state: E4m3State, value: Float32 | None) -> tuple[Float32, Float32, Boolean] | None:
         """Of what O is counted in, if it may change."""
-        return change_unit(state.units) if self.descales.has_units else None
+        return change_unit(state.units, value) if self.descales.has_units else None
 
     @cute.jit
     def fold_piece(self, frags: Fp8Fragments, state: E4m3State, change: Any, i: Constexpr[int]) -> None:
-        """Add a piece of the pending block's PV to O, and with the first one its row sums to those before."""
+        """Add a piece of a block's PV to O, and with the first one its row sums to those before."""
         acc = frags.acc_T[i % len(frags.acc_T)]
         part = cute.make_tensor(acc.iterator, cute.make_layout(cute.size(acc)))
         width = cute.size(frags.acc_O) // self.plan.pieces

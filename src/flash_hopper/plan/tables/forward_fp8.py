@@ -44,7 +44,7 @@ ROWS = (
     Fp8Row(64, 64, Fp8Tile(192, overlaps=False), Fp8Tile(128, overlaps=True),
         "registers: 64 S or 36 T, 16 P, 34 O of 160; exponentials are the limit, and three warpgroups share them best"),
     Fp8Row(256, 96, Fp8Tile(128, overlaps=True), None, "registers: 64 S, 52 T, 16 P, 50 O of 232"),
-    Fp8Row(256, 128, Fp8Tile(128, overlaps=True), None, "registers: 64 S, 68 T, 16 P, 66 O of 232"),
+    Fp8Row(256, 128, Fp8Tile(128, overlaps=True), None, "registers: 64 S, 68 T, 16 P, 66 O of 240"),
     Fp8Row(256, 160, Fp8Tile(128, overlaps=False, pieces=2, has_pingpong=False), None,
         "registers: 64 S or two times 40 T, 16 P, 80 O of 232"),
     Fp8Row(256, 192, Fp8Tile(128, overlaps=False, pieces=3, has_pingpong=False), None,
@@ -53,21 +53,20 @@ ROWS = (
         "registers: 64 S or two times 32 T, 16 P, 128 O of 232"),
 )  # fmt: skip
 
-# Beside that much of O a warpgroup has no registers left for the bounds of windows and chunks, nor for a ragged batch's tiles,
-# unless the sums of PV take the place of the scores.
-OVERLAP_MAX_HDIMV = 96
+# Beside this much of O and a second sum a warpgroup has too few registers left for a ragged batch's tiles: there the sums of PV
+# take the place of the scores.
+TIGHT_HDIMV = 128
 
 PLAIN = Fp8Tile(128, overlaps=True, has_pingpong=False)  # sums in the tensor core: O is the accumulator
 
 
-def choose_fp8_tile(hdim: int, hdimv: int, seqlen_q: int, needs_registers: bool) -> Fp8Tile:
-    """The tile for padded head dims and a query length, or the reach of a window if that is less. needs_registers: for a window,
-    chunks, or a ragged batch."""
+def choose_fp8_tile(hdim: int, hdimv: int, seqlen_q: int, is_ragged: bool) -> Fp8Tile:
+    """The tile for padded head dims and a query length, or the reach of a window if that is less."""
     row = next(r for r in ROWS if hdim <= r.hdim and hdimv <= r.hdimv)
     tile = row.tile
     if row.short is not None:
         padded, padded_short = round_up(seqlen_q, row.tile.m), round_up(seqlen_q, row.short.m)
         tile = row.short if padded > SHORT_TILE_GAIN * padded_short else tile
-    if needs_registers and hdimv > OVERLAP_MAX_HDIMV:
+    if hdimv == TIGHT_HDIMV and is_ragged:
         tile = replace(tile, overlaps=False)
     return tile
