@@ -9,7 +9,9 @@ weight of key j relative to the row's largest, W their sum, p_j = w_j / W:
   e_j / sqrt(3), or the worst case if there are fewer than 12 keys. What a weight's error changes is (v_j - out) p_j where row sums
   are of rounded weights, and v_j p_j where they are not; both are right.
 - Where scores are almost alike, roundings are alike as well. So twice the largest error is allowed that plain rounding makes in
-  the row: e4m3 of 2^8 w_j, the rest in float64, with row sums of either kind. Elsewhere this is less than the above.
+  the row: e4m3 of 2^8 w_j, the rest in float64, with row sums of either kind. Elsewhere this is less than the above. Plain
+  rounding may cancel where that of a kernel, relative to an earlier maximum, does not: sums of weights may be off by all e_j
+  together, times exp(-(S / 0.1)^2 / 2), S the standard deviation of the row's scores under p; a step of e4m3 is 0.06 to 0.13.
 - Weights below 2^-16 are all rounded down: T_j = min(w_j, 2^-18), added up as they are.
 - The tensor core keeps 14 bits of a sum. A score is a sum of d / 32 steps, a random error with a standard deviation of
   L_j = 2^-11 / 6 |scale| ||q|| ||k_j||; products of one sign lose up to 0.4 % of it, which matters as far as q and k_j are parallel:
@@ -37,6 +39,7 @@ NO_EXPONENT = 2.0**-14  # of the largest weight: below it the spacing of e4m3 st
 SPACING = 2.0**-18  # half of it
 FLUSHED = 2.0**-16
 DEVIATIONS = 6.0
+STEP = 0.1
 LARGEST_WEIGHT = 2.0**8
 SCORE_NOISE = 2.0**-11
 SCORE_LOSS = 0.004
@@ -79,12 +82,8 @@ def expect_fp8(
 
 def _of_piece(given: Matrices, softmax_scale: float) -> Expected:
     """out (matrices, rows, dv) and lse (matrices, rows), and what may be wrong with them before out is rounded."""
-    q, k, v = given.q, given.k, given.v
-    scores = (q * softmax_scale) @ k.mT
-    lengths = (
-        abs(softmax_scale) * torch.linalg.vector_norm(q, dim=2)[..., None] * torch.linalg.vector_norm(k, dim=2)[:, None]
-    )
-    loss = SCORE_LOSS * scores.square() / lengths.clamp_min(SMALLEST)
+    v = given.v
+    scores = (given.q * softmax_scale) @ given.k.mT
     seen = scores if given.hidden is None else scores.masked_fill(given.hidden, -torch.inf)
     top = seen.amax(dim=-1, keepdim=True)
     top = top.masked_fill(top == -torch.inf, 0.0)
@@ -92,49 +91,70 @@ def _of_piece(given: Matrices, softmax_scale: float) -> Expected:
     total = w.sum(dim=-1, keepdim=True)
     blind = total == 0
     total = total.masked_fill(blind, 1.0)
-    p, out = w / total, (w / total) @ v
+    p = w / total
+    out, lse = p @ v, (total.log() + top).masked_fill(blind, -torch.inf)
 
+    of_weights = _of_weights(w, v, total, out, scores)
+    of_scores = _of_scores(given, p, out, scores, softmax_scale)
+    out_allowed = of_weights.out + of_scores.out + (SUM_LOSS + 2.0**-20) * (p @ v.abs())
+    rounding = _LSE_RELATIVE * lse.abs().nan_to_num(0.0, 0.0, 0.0) + _ABSOLUTE
+    lse_allowed = (of_weights.lse + of_scores.lse + SUM_LOSS + rounding).masked_fill(blind, SMALLEST)
+    return Expected(out, lse.squeeze(-1), out_allowed, lse_allowed.squeeze(-1))
+
+
+class _Part(NamedTuple):
+    """A part of what is allowed: of out, (matrices, rows, dv), and of lse, (matrices, rows, 1)."""
+
+    out: Tensor
+    lse: Tensor
+
+
+def _of_weights(w: Tensor, v: Tensor, total: Tensor, out: Tensor, scores: Tensor) -> _Part:
+    """What rounding of weights costs."""
     small = w.clamp_max(SPACING)
     e = torch.where(w < NO_EXPONENT, small, torch.minimum(ROUNDING * w, 1 - w)) / total
-    flushed = torch.where(w < FLUSHED, small, 0.0) / total
-    squares = e.square() / 3 + (p * lengths * (SCORE_NOISE / DEVIATIONS)).square()
-    keys = (w > 0).sum(dim=-1, keepdim=True)
-    factor = (3.0 * keys).sqrt().clamp_max(DEVIATIONS)
-    amount, v2 = v.abs(), v.square()
-    around_zero = squares @ v2
-    sum_of_squares = squares.sum(dim=-1, keepdim=True)
-    around_out = around_zero - 2 * out * (squares @ v) + out.square() * sum_of_squares
+    squares = e.square() / 3
+    factor = (3.0 * (w > 0).sum(dim=-1, keepdim=True)).sqrt().clamp_max(DEVIATIONS)
+    of_sums = squares.sum(dim=-1, keepdim=True)
+    around_zero = squares @ v.square()
+    around_out = around_zero - 2 * out * (squares @ v) + out.square() * of_sums
     plain = _plain_error(w, v, total, out)
-    random = torch.maximum(factor * torch.maximum(around_zero, around_out).sqrt(), 2 * plain.of_rows)
+    independent = _Part(factor * torch.maximum(around_zero, around_out).sqrt(), factor * of_sums.sqrt())
+
+    p = w / total
+    centred = torch.where(p > 0, scores - (p * torch.where(p > 0, scores, 0.0)).sum(dim=-1, keepdim=True), 0.0)
+    variance = (p * centred.square()).sum(dim=-1, keepdim=True)
+    alike = e.sum(dim=-1, keepdim=True) * torch.exp(-variance / (2 * STEP**2))
+    flushed = torch.where(w < FLUSHED, small, 0.0) / total
     lost = flushed.sum(dim=-1, keepdim=True)
-    of_flushed = flushed @ amount + out.abs() * lost
-    of_scores = ((p * loss.square()).sum(dim=-1, keepdim=True) * (p @ v2 - out.square()).clamp_min(0.0)).sqrt()
-    absolute = p @ amount
-    out_allowed = random + of_flushed + of_scores + (SUM_LOSS + 2.0**-20) * absolute
-
-    lse = (total.log() + top).masked_fill(blind, -torch.inf)
-    lse_allowed = (
-        torch.maximum(factor * sum_of_squares.sqrt(), 2 * plain.of_sums)
-        + lost
-        + (p * loss).sum(dim=-1, keepdim=True)
-        + SUM_LOSS
+    return _Part(
+        torch.maximum(independent.out, 2 * plain.out) + (alike + lost) * out.abs() + flushed @ v.abs(),
+        torch.maximum(independent.lse, 2 * plain.lse) + alike + lost,
     )
-    lse_allowed = lse_allowed + _LSE_RELATIVE * lse.abs().nan_to_num(0.0, 0.0, 0.0) + _ABSOLUTE
-    return Expected(out, lse.squeeze(-1), out_allowed, torch.where(blind, SMALLEST, lse_allowed).squeeze(-1))
 
 
-class _PlainError(NamedTuple):
-    """Of weights rounded relative to the row's largest, (matrices, rows, 1): of out, the largest in a row, and of log sums."""
-
-    of_rows: Tensor
-    of_sums: Tensor
-
-
-def _plain_error(w: Tensor, v: Tensor, total: Tensor, out: Tensor) -> _PlainError:
+def _plain_error(w: Tensor, v: Tensor, total: Tensor, out: Tensor) -> _Part:
+    """Of weights rounded relative to the row's largest: the largest error of out in a row, and that of log sums."""
     codes = (w * LARGEST_WEIGHT).float().to(torch.float8_e4m3fn).to(torch.float64) / LARGEST_WEIGHT
     sums = codes.sum(dim=-1, keepdim=True)
     sums = torch.where(sums == 0, 1.0, sums)
     weighted = codes @ v
     errors = torch.maximum((weighted / sums - out).abs(), (weighted / total - out).abs())
-    of_rows = errors.amax(dim=-1, keepdim=True) if v.shape[-1] else total.new_zeros(total.shape)
-    return _PlainError(of_rows, (sums / total).log().abs())
+    of_rows = errors.amax(dim=-1, keepdim=True) if v.shape[-1] else torch.zeros_like(total)
+    return _Part(of_rows, (sums / total).log().abs())
+
+
+def _of_scores(given: Matrices, p: Tensor, out: Tensor, scores: Tensor, softmax_scale: float) -> _Part:
+    """What sums of scores in the tensor core cost."""
+    lengths = torch.linalg.vector_norm(given.q, dim=2)[..., None] * torch.linalg.vector_norm(given.k, dim=2)[:, None]
+    lengths = lengths * abs(softmax_scale)
+    noise = (p * lengths * (SCORE_NOISE / DEVIATIONS)).square()
+    loss = SCORE_LOSS * scores.square() / lengths.clamp_min(SMALLEST)
+    of_sums = noise.sum(dim=-1, keepdim=True)
+    v2 = given.v.square()
+    around_out = (noise @ v2 - 2 * out * (noise @ given.v) + out.square() * of_sums).clamp_min(0.0)
+    deviation = (p @ v2 - out.square()).clamp_min(0.0).sqrt()
+    return _Part(
+        DEVIATIONS * around_out.sqrt() + (p * loss.square()).sum(dim=-1, keepdim=True).sqrt() * deviation,
+        DEVIATIONS * of_sums.sqrt() + (p * loss).sum(dim=-1, keepdim=True),
+    )
