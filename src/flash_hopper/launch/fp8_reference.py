@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from flash_hopper.launch.attention import length_tensors
 from flash_hopper.launch.forward import Result
 from flash_hopper.launch.forward_fp8 import DEFAULT_OUT, Descales, checked_call
-from flash_hopper.launch.sequences import TENSORS, Sequences
+from flash_hopper.launch.sequences import Sequences
 from flash_hopper.problem.attention import AttentionOptions, AttentionProblem
 from flash_hopper.problem.errors import DeviceError
 from flash_hopper.problem.features import check_supported
@@ -54,7 +55,7 @@ class PreparedFp8Reference:
         else:
             result, lse = tiled_fp8.varlen_attention(
                 *decoded, softmax_scale=p.softmax_scale, mask=p.mask, out_dtype=self.out_dtype,
-                **dict(zip(TENSORS, sequences.tensors, strict=True)),
+                **length_tensors(sequences),
             )  # fmt: skip
         if out is not None:
             result = out.copy_(result)

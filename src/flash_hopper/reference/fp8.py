@@ -87,4 +87,5 @@ def _rows_of_values(v: Fp8Values, rows: _Rows, packed: bool) -> Tensor:
         found = codes[..., place.clamp(max=codes.shape[-1] - 1)].permute(2, 0, 1)
     else:
         found = codes[..., place[: v.seqlen]].permute(0, 3, 1, 2)
-    return found.contiguous().view(v.codes.dtype).to(torch.float32)
+    rows_first: Tensor = found.contiguous().view(v.codes.dtype).to(torch.float32)
+    return rows_first

@@ -23,6 +23,7 @@ MAIN_DIMS = (64, 128, 256)
 VALUES = ("normal", "samesign", "onehot", "outlier", "mixed", "small", "slopes", "negative", "extreme", *FP8_VALUES)
 TURNS = ("normal", "samesign", "onehot", "ramp")
 KINDS: tuple[MaskKind, ...] = ("full", "causal", "local")
+BOTH: tuple[MaskKind, ...] = KINDS[:2]
 BLOCKS, HEAD_FORM = "bbb", "hhh"
 ROW_TILES = {64: 192, 128: 128, 256: 128}  # what residues of query lengths are swept over
 
@@ -78,9 +79,9 @@ def _residues() -> Iterator[Case]:
 def _head_dims() -> Iterator[Case]:
     """Every head dim, both masks; v with its own; dims below the smallest tile."""
     for i, d in enumerate(range(64, 257, 16)):
-        for j, kind in enumerate(("full", "causal")):
-            yield fp8_case(d, (64 + 7 * d % 61, 100 + 11 * d % 250), kind, batch=2, values=TURNS[(i + j) % 4])  # type: ignore[arg-type]
-            yield fp8_case(d, (200 + 5 * d % 51, 300 + 13 * d % 170), kind, heads=(3, 1), values=TURNS[(i + j + 1) % 4])  # type: ignore[arg-type]
+        for j, kind in enumerate(BOTH):
+            yield fp8_case(d, (64 + 7 * d % 61, 100 + 11 * d % 250), kind, batch=2, values=TURNS[(i + j) % 4])
+            yield fp8_case(d, (200 + 5 * d % 51, 300 + 13 * d % 170), kind, heads=(3, 1), values=TURNS[(i + j + 1) % 4])
     pairs: tuple[Dims, ...] = ((192, 128), (128, 64), (64, 128), (16, 16), (48, 32), (80, 112), (256, 64), (112, 48))
     for i, dims in enumerate(pairs):
         for j, values in enumerate(TURNS):
@@ -127,10 +128,10 @@ def _descales() -> Iterator[Case]:
 
 def _values() -> Iterator[Case]:
     """Every kind of values, short and over several blocks; blocks whose descales differ by powers of ten."""
-    for i, (values, d, kind) in enumerate(itertools.product(VALUES, MAIN_DIMS, ("full", "causal"))):
+    for i, (values, d, kind) in enumerate(itertools.product(VALUES, MAIN_DIMS, BOTH)):
         lengths = ((130, 700), (67, 1100), (300, 513))[i % 3]
         form = HEAD_FORM if values != "blocks" and i % 4 == 0 else BLOCKS
-        yield fp8_case(d, lengths, kind, batch=2, heads=(4, 2), values=values, descales=form)  # type: ignore[arg-type]
+        yield fp8_case(d, lengths, kind, batch=2, heads=(4, 2), values=values, descales=form)
     for d, kind in itertools.product(MAIN_DIMS, KINDS):
         yield fp8_case(d, (260, 260), kind, 4, values="onehot", heads=(4, 4))
 
@@ -214,10 +215,10 @@ def _long() -> Iterator[Case]:
 
 def _outputs() -> Iterator[Case]:
     """Kernels that do not store LSE; float16 results."""
-    for d, kind, lengths in itertools.product(MAIN_DIMS, ("full", "causal"), ((1, 90), (200, 400))):
-        yield fp8_case(d, lengths, kind, batch=2, heads=(4, 2), return_lse=False)  # type: ignore[arg-type]
-    for kind, lengths in itertools.product(("full", "causal"), ((1, 90), (200, 400), (130, 128))):
-        yield fp8_case(128, lengths, kind, batch=2, heads=(4, 2), out_dtype=DType.FP16)  # type: ignore[arg-type]
+    for d, kind, lengths in itertools.product(MAIN_DIMS, BOTH, ((1, 90), (200, 400))):
+        yield fp8_case(d, lengths, kind, batch=2, heads=(4, 2), return_lse=False)
+    for kind, lengths in itertools.product(BOTH, ((1, 90), (200, 400), (130, 128))):
+        yield fp8_case(128, lengths, kind, batch=2, heads=(4, 2), out_dtype=DType.FP16)
 
 
 def _layouts() -> Iterator[Case]:
@@ -238,14 +239,14 @@ def _layouts() -> Iterator[Case]:
 
 def _empty() -> Iterator[Case]:
     """Sizes of zero: an empty result, or rows without keys."""
-    for i, kind in enumerate(("full", "causal")):
+    for i, kind in enumerate(BOTH):
         for lengths in ((0, 5), (5, 0), (0, 0)):
-            yield fp8_case(64, lengths, kind, batch=2, return_lse=i == 0)  # type: ignore[arg-type]
+            yield fp8_case(64, lengths, kind, batch=2, return_lse=i == 0)
             yield fp8_case(
                 128, lengths, kind, batch=2, packed="qk", lengths_q="equal", lengths_k="equal", return_lse=i == 0
-            )  # type: ignore[arg-type]
-        yield fp8_case(64, (5, 7), kind, batch=0)  # type: ignore[arg-type]
-        yield fp8_case(64, (5, 7), kind, heads=(0, 0))  # type: ignore[arg-type]
+            )
+        yield fp8_case(64, (5, 7), kind, batch=0)
+        yield fp8_case(64, (5, 7), kind, heads=(0, 0))
 
 
 def _mixtures() -> Iterator[Case]:
