@@ -24,20 +24,21 @@ MASKS = {"both": None, "full": False, "causal": True}
 
 
 def bench(
-    suite: Annotated[str, typer.Option(help="paper, train, host, cold or ragged.")] = "paper",
+    suite: Annotated[str, typer.Option(help="paper, train, host, cold, ragged, fp8 or fp8-accuracy.")] = "paper",
     direction: Annotated[
         str | None, typer.Option(help="forward, backward or both; by default both for train and ragged, else forward.")
     ] = None,
     providers: Annotated[
         str | None,
         typer.Option(
-            help="Of ours, ours-out (forward), ours-det (backward), sdpa-flash, sdpa-cudnn, fa3, fa4; by default all that fit."
+            help="Of ours, ours-out (forward), ours-det (backward), sdpa-flash, sdpa-cudnn, fa3, fa4; ours-block, ours-rows, "
+            "ours-bf16, ours-rotary, ours-values, copy (fp8); by default all that fit."
         ),
     ] = None,
     protocol: Annotated[
         str | None,
         typer.Option(
-            help="Of burst, steady, graph (paper, train, ragged); host-idle, host-busy; cold-import, cold-call."
+            help="Of burst, steady, graph (paper, train, ragged, fp8); host-idle, host-busy; cold-import, cold-call."
         ),
     ] = None,
     dtype: Annotated[str, typer.Option(help="bf16 or fp16.")] = "bf16",
@@ -246,12 +247,11 @@ def _selection(dtype: str, dims: str | None, seqlens: str | None, mask: str, cel
 
 
 def _check_providers(names: Sequence[str]) -> None:
-    from flash_hopper.testing.providers import MAKERS
+    from flash_hopper.testing.providers import NAMES
 
-    known = list(dict.fromkeys(name for makers in MAKERS.values() for name in makers))
-    unknown = [name for name in names if name not in known]
+    unknown = [name for name in names if name not in NAMES]
     if unknown:
-        raise ArgumentError(f"providers must be of {', '.join(known)}, got {', '.join(unknown)}")
+        raise ArgumentError(f"providers must be of {', '.join(NAMES)}, got {', '.join(unknown)}")
 
 
 def _require_hopper() -> None:
