@@ -62,6 +62,13 @@ def test_the_ctas_of_an_sm_have_the_registers_and_the_memory(plan, kernels):
     assert plan.ctas_per_sm * (plan.stages * plan.block_bytes + 2048) <= SMEM_LIMIT_BYTES + 1024
 
 
+@pytest.mark.parametrize("plan", [*PLAIN, *TRANSFORMED], ids=lambda p: p.name)
+def test_registers_are_left_for_a_ptxas_of_another_version(plan, kernels):
+    """One that hoisted more out of the loop spilled 8 to 48 bytes where this one used all 128."""
+    limit = 65536 // (plan.threads * plan.ctas_per_sm)
+    assert kernels.report(plan).ptxas.registers <= min(limit, 128) - 14
+
+
 @every_plan
 def test_the_input_is_loaded_and_the_result_stored_16_bytes_at_a_time(plan, kernels):
     report = kernels.report(plan)
@@ -69,7 +76,8 @@ def test_the_input_is_loaded_and_the_result_stored_16_bytes_at_a_time(plan, kern
     assert report.count("LDGSTS") == report.count("LDGSTS.128") == chunks * max(plan.stages, 1)
     wide = {"absmax": 0, "transform": chunks}.get(plan.purpose, STRIP // 16)
     assert report.count("STG.128") == wide
-    assert report.count("STG") <= wide + 1  # a scale
+    passes_over = plan.is_ragged and not plan.is_transposed  # blocks without rows, which have a scale all the same
+    assert report.count("STG") <= wide + 1 + passes_over
 
 
 @pytest.mark.parametrize("plan", [*TRANSFORMED, *PLAIN], ids=lambda p: p.name)
