@@ -4,11 +4,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import flash_hopper
+from flash_hopper.cli.main import app
 from flash_hopper.problem.dtypes import DType
 from flash_hopper.problem.errors import ArgumentError
-from flash_hopper.testing import fp8_providers
+from flash_hopper.testing import fp8_accuracy, fp8_providers
 from flash_hopper.testing.bench_plans import plans_of
 from flash_hopper.testing.bench_run import default_providers
 from flash_hopper.testing.bench_suites import QUANTISE, BenchShape, Selection, bench_suite
@@ -100,3 +102,44 @@ def test_quantisation_is_right_and_wrong_codes_are_found(name, d, monkeypatch):
     monkeypatch.setitem(MAKERS[QUANTISE], name, lambda *given: Prepared(lambda: wrong))
     with pytest.raises(WrongResult, match="stands for"):
         prepare(name, shape, inputs)
+
+
+def test_accuracy_rows_show_what_scales_and_the_transform_give(tmp_path):
+    """Small sizes on the CPU: the order of the forms, and an error that does not grow with the number of keys."""
+    rows = list(fp8_accuracy.outlier_rows(64, 1024, "cpu", heads=1))
+    rmse = {row.form: row.rmse for row in rows if row.provider == "ours"}
+    assert (
+        rmse["float16"]
+        < rmse["bfloat16"]
+        < rmse["block scales + Hadamard"]
+        < rmse["block scales"]
+        < rmse["a scale a tensor"]
+    )
+    lengths = [next(fp8_accuracy.length_rows(64, n, "cpu", rows=8)) for n in (256, 8192)]
+    assert all(row.relative < 0.01 for row in lengths)
+    assert lengths[1].relative < 1.5 * lengths[0].relative
+    rows += [*lengths, *fp8_accuracy.length_rows(64, 256, "cpu", rows=8)]
+    assert {row.error for row in rows if row.provider == "fa3"} == {"absent: fa3_fwd_interface is not installed"}
+    fp8_accuracy.write_rows(tmp_path / "rows.json", {"gpu": "none"}, rows)
+    assert fp8_accuracy.read_rows(tmp_path / "rows.json") == ({"gpu": "none"}, rows)
+    assert "| flash-hopper, block scales + Hadamard |" in fp8_accuracy.render(rows)
+    shown = CliRunner().invoke(
+        app,
+        [
+            "bench",
+            "--suite",
+            "fp8-accuracy",
+            "--from-json",
+            str(tmp_path / "rows.json"),
+            "--plot",
+            str(tmp_path / "a.svg"),
+        ],
+    )
+    assert shown.exit_code == 0, shown.output
+    assert (tmp_path / "a.svg").read_text().lstrip().startswith("<?xml")
+
+
+def test_the_accuracy_suite_names_its_kernels_once():
+    plans = fp8_accuracy.plans_of()
+    assert len({plan.name for plan in plans}) == len(plans)
+    assert {plan.kind for plan in plans} == {"forward", "forward_fp8", "quantize"}

@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from flash_hopper.problem.errors import ArgumentError, DeviceError
 
 if TYPE_CHECKING:
+    from flash_hopper.compile.key import Plan
     from flash_hopper.testing.bench_rows import BenchRow, Summary
     from flash_hopper.testing.bench_run import Settings
     from flash_hopper.testing.bench_suites import BenchShape, Selection
@@ -68,6 +69,9 @@ def bench(
     if tables is not None:
         _fill_tables(tables, console)
         return
+    if suite == "fp8-accuracy":
+        _accuracy(_names(dims), _names(seqlens), json, plot, from_json, pack, commit, console)
+        return
     if from_json is not None:
         from flash_hopper.testing.bench_rows import read_rows
 
@@ -102,14 +106,52 @@ def bench(
 
 def _build_pack(shapes: "Sequence[BenchShape]", out: Path, console: Console) -> None:
     """The kernels that ours needs for the shapes, in one library."""
-    from flash_hopper.compile.pack import build_pack
     from flash_hopper.testing.bench_plans import plans_of
 
-    plans = plans_of(shapes)
+    _pack(plans_of(shapes), out, console)
+
+
+def _pack(plans: "Sequence[Plan]", out: Path, console: Console) -> None:
+    from flash_hopper.compile.pack import build_pack
+
     with Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), console=console) as progress:
         task = progress.add_task("compiling", total=len(plans))
         build_pack(plans, out, None, lambda name, done, _: progress.update(task, completed=done, description=name))
     console.print(f"{len(plans)} kernels: {out}. Serve them with FLASH_HOPPER_PACK={out.resolve()}", soft_wrap=True)
+
+
+def _accuracy(
+    dims: Sequence[str], seqlens: Sequence[str], json: Path | None, plot: Path | None, from_json: Path | None,
+    pack: Path | None, commit: str | None, console: Console,
+) -> None:  # fmt: skip
+    """The fp8-accuracy suite: errors instead of times."""
+    from flash_hopper.testing import fp8_accuracy
+    from flash_hopper.testing.environment import environment
+
+    if pack is not None:
+        _pack(fp8_accuracy.plans_of(), pack, console)
+        return
+    if from_json is not None:
+        env, rows = fp8_accuracy.read_rows(from_json)
+    else:
+        _require_hopper()
+        env, rows = environment(commit), []
+        chosen = [_length(text) for text in dims] or fp8_accuracy.OUTLIER_DIMS
+        for row in fp8_accuracy.measure("cuda", chosen, [_length(text) for text in seqlens] or None):
+            rows.append(row)
+            errors = row.error or f"rmse {row.rmse:.3e}, relative {row.relative:.3%}"
+            console.print(
+                f"{row.experiment:8} d{row.d} {row.seqlen_k:6} {row.provider}, {row.form}: {escape(errors)}",
+                soft_wrap=True,
+            )
+            if json is not None:
+                fp8_accuracy.write_rows(json, env, rows)
+    console.print(fp8_accuracy.render(rows), soft_wrap=True, markup=False, highlight=False)
+    if plot is not None:
+        from flash_hopper.testing.plots import plot_accuracy
+
+        plot_accuracy(env, rows, plot)
+        console.print(f"figure: {plot}")
 
 
 def _measure_all(
