@@ -52,6 +52,8 @@ class Fp8Fragments(NamedTuple):
 class Fp8Part(NamedTuple):
     """As `Part` of the 16-bit kernel, with what the tile's descales are."""
 
+    head: Int32
+    band: Int32
     first_row: Int32
     lane_col: Int32
     lengths: Lengths
@@ -126,7 +128,6 @@ class Fp8Consumer(Consumer):
         self.probabilities(frags, state, factors)
         advance(state)
         if const_expr(not self.plan.overlaps):
-            self.turns.wait(wg)
             self.add_values(atoms, pipes, frags, state, value, v_state)
 
     @cute.jit
@@ -153,8 +154,6 @@ class Fp8Consumer(Consumer):
             pipes.v.consumer_release(v_state)
             v_state.advance()
         pipes.k.consumer_wait(k_state)
-        if const_expr(self.plan.overlaps):
-            self.turns.wait(wg)
         issue(
             atoms.mma_qk, frags.acc_S, frags.tSrQ[None, None, None, q_slot],
             frags.tSrK[None, None, None, k_state.index], True,
@@ -162,7 +161,6 @@ class Fp8Consumer(Consumer):
         if const_expr(self.plan.overlaps):
             pipes.v.consumer_wait(v_state)
             self.issue_values(atoms, frags, v_state.index)
-        self.turns.pass_on(wg)
         if const_expr(self.plan.overlaps):
             warpgroup.wait_group(1)  # QK done, PV may still run
         else:
@@ -185,7 +183,6 @@ class Fp8Consumer(Consumer):
         self.probabilities(frags, state, factors)
         advance(state)
         if const_expr(not self.plan.overlaps):
-            self.turns.wait(wg)
             self.add_values(atoms, pipes, frags, state, value, v_state)
         return k_state, v_state
 
@@ -193,16 +190,14 @@ class Fp8Consumer(Consumer):
     def skip_idle(  # type: ignore[override]
         self, pipes: Pipelines, k_state: Any, v_state: Any, count: Int32, wg: Int32
     ) -> tuple[Any, Any]:
-        """Blocks of a tile in which this warpgroup has no row. Without overlap it is its turn, and it holds a stage of V."""
+        """Blocks of a tile in which this warpgroup has no row. Without overlap it holds a stage of V."""
         if const_expr(self.plan.overlaps):
             k_state, v_state = self.skip(pipes, k_state, v_state, count, wg)
         else:
             for _ in cutlass.range(count, unroll=1):
                 pipes.v.consumer_release(v_state)
                 v_state.advance()
-                self.turns.pass_on(wg)
                 k_state = skip_stage(pipes.k, k_state)
-                self.turns.wait(wg)
                 pipes.v.consumer_wait(v_state)
         return k_state, v_state
 
@@ -218,14 +213,12 @@ class Fp8Consumer(Consumer):
         v_state: Any,
         wg: Int32,
     ) -> None:
-        """Issue PV of a tile's last block, or, if that is done, give the turn away."""
+        """Issue PV of a tile's last block, if that is not done yet."""
         if const_expr(self.plan.overlaps):
             if const_expr(self.descales.has_units):
                 state.units[LAST] = self.descales.of_values(args, part.scales, part.blocks.start)
             pipes.v.consumer_wait(v_state)
             self.issue_values(atoms, frags, v_state.index)
-        else:
-            self.turns.pass_on(wg)
 
     @cute.jit
     def finish_sums(  # type: ignore[override]
@@ -249,13 +242,12 @@ class Fp8Consumer(Consumer):
     ) -> Boolean:
         """Bring the rows' references up to the scores in registers; whether one of this warp moved."""
         rows = acc_as_rows(frags.acc_S)
-        return move_reference(state, rows, factors.scores, factors.inverse, is_first, self.plan.lazy_log2)
+        return move_reference(state, rows, factors.scores, factors.inverse, is_first)
 
     @cute.jit
     def probabilities(self, frags: Fp8Fragments, state: E4m3State, factors: BlockFactors) -> None:
         """Scores to weights in e4m3."""
-        plan = self.plan
-        weights(state, acc_as_rows(frags.acc_S), factors.scores, plan.p_log2, not plan.has_sum_columns)
+        weights(state, acc_as_rows(frags.acc_S), factors.scores, not self.plan.has_sum_columns)
         to_operand_e4m3(frags.acc_S, frags.tOrP)
 
     def issue_values(self, atoms: Fp8Atoms, frags: Fp8Fragments, stage: Int32) -> None:
