@@ -20,7 +20,7 @@ from flash_hopper.problem.mask import MaskKind
 
 HDIM_STEP = 32  # head dims are padded to this in shared memory: what one 8-bit wgmma multiplies
 MIN_TILE_HDIM = 64
-SUM_COLUMNS = 8  # of ones behind V's: the smallest step of a wgmma's width
+SUM_COLUMNS = 8  # of ones: the smallest step of a wgmma's width
 Accumulation = Literal["two_level", "plain"]
 ValueForm = Literal["transposed", "rows"]
 
@@ -75,8 +75,12 @@ class ForwardFp8Plan:
 
     @property
     def has_idle(self) -> bool:
-        """As of `ForwardPlan`, but four warpgroups have no registers for it: their tile is chosen to leave few rows empty."""
-        return 1 < self.consumer_warpgroups < 4
+        """Whether a warpgroup without a row of the sequence computes one block of keys and frees the rest unread.
+
+        Four warpgroups have no registers for it, and their tile is chosen to leave few rows empty; tight ones only do it for
+        ragged batches.
+        """
+        return 1 < self.consumer_warpgroups < 4 and (self.is_ragged or not self.is_tight)
 
     @property
     def is_two_level(self) -> bool:
@@ -85,21 +89,26 @@ class ForwardFp8Plan:
 
     @property
     def is_tight(self) -> bool:
-        """Whether consumers need every register: with 256 columns of O as accumulator, or 128 and a second sum, beside S."""
-        return self.overlaps and self.tile_hdimv >= 128
+        """Whether consumers need every register: with 128 columns of O and a second sum, or 256 of O, beside S."""
+        return self.tile_hdimv >= (128 if self.overlaps else 256)
 
     @property
     def has_sum_columns(self) -> bool:
-        """Whether row sums come from PV, of the rounded weights and columns of ones; else from weights that are not rounded.
+        """Whether row sums are products of the rounded weights with columns of ones; else of weights that are not rounded.
 
-        A sum in the tensor core must be as short as O's. Cut in pieces, one would be wider than the others.
+        A sum in the tensor core must be as short as O's.
         """
-        return self.is_two_level and self.pieces == 1
+        return self.is_two_level
+
+    @property
+    def has_ones_apart(self) -> bool:
+        """Whether that is a product of its own, and not part of PV: cut in pieces, one would be wider than the others."""
+        return self.has_sum_columns and self.pieces > 1
 
     @property
     def value_rows(self) -> int:
-        """Rows of a transposed V in shared memory: its columns, and those of ones."""
-        return self.tile_hdimv + SUM_COLUMNS * self.has_sum_columns
+        """Rows of a transposed V in a stage of shared memory: its columns, and those of ones behind them."""
+        return self.tile_hdimv + SUM_COLUMNS * (self.has_sum_columns and not self.has_ones_apart)
 
     @property
     def name(self) -> str:
@@ -141,10 +150,9 @@ def plan_forward_fp8(
     is_lean = out_dtype is DType.BF16 and not has_lse and not negates
     demand = Fp8Demand(mask.kind, rows, is_ragged, descales == "block", is_lean)
     tile = PLAIN if is_plain else choose_fp8_tile(hdim, hdimv, demand)
-    has_sums = not is_plain and tile.pieces == 1
-    buffers = choose_fp8_buffers(
-        tile.m, TILE_N, hdim, hdimv, SUM_COLUMNS * has_sums, out_dtype.itemsize, tile.kv_stages
-    )
+    columns = 0 if is_plain else SUM_COLUMNS
+    behind, apart = (columns, 0) if tile.pieces == 1 else (0, columns)
+    buffers = choose_fp8_buffers(tile.m, TILE_N, hdim, hdimv, behind, apart, out_dtype.itemsize, tile.kv_stages)
     return ForwardFp8Plan(
         out_dtype=out_dtype,
         tile_hdim=hdim,

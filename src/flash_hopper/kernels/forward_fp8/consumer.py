@@ -32,7 +32,7 @@ from flash_hopper.kernels.forward.storage import WG_ROWS
 from flash_hopper.kernels.forward_fp8.args import Fp8Args, Fp8Atoms
 from flash_hopper.kernels.forward_fp8.epilogue import Fp8Epilogue
 from flash_hopper.kernels.forward_fp8.storage import Fp8SharedTensors
-from flash_hopper.plan.forward_fp8 import ForwardFp8Plan
+from flash_hopper.plan.forward_fp8 import SUM_COLUMNS, ForwardFp8Plan
 
 BUFFERS = 2  # pieces of PV in flight
 
@@ -47,6 +47,8 @@ class Fp8Fragments(NamedTuple):
     acc_S: cute.Tensor  # 64 x tile_n, float32
     acc_O: cute.Tensor  # 64 x tile_hdimv, float32
     acc_T: tuple[cute.Tensor, ...]  # 64 x a piece, float32: PV of one block; none if O is the accumulator
+    tOrOnes: cute.Tensor | None  # (MMA, N, K, 1) in shared memory
+    acc_sums: cute.Tensor | None  # 64 x SUM_COLUMNS, float32: row sums of one block, if they are a product of their own
 
 
 class Fp8Part(NamedTuple):
@@ -89,6 +91,10 @@ class Fp8Consumer(Consumer):
             for i in range(plan.pieces)
         ]
         parts = min(BUFFERS, plan.pieces) if plan.is_two_level else 0
+        ones, sums = None, None
+        if plan.has_ones_apart:
+            ones = atoms.mma_sums.make_fragment_B(atoms.mma_sums.get_slice(0).partition_B(shared.sOnes))
+            sums = cute.make_rmem_tensor(atoms.mma_sums.partition_shape_C((WG_ROWS, SUM_COLUMNS)), Float32)
         part_shape = atoms.mma_part.partition_shape_C((WG_ROWS, rows))
         return Fp8Fragments(
             tSrQ=atoms.mma_qk.make_fragment_A(qk.partition_A(shared.sQ)),
@@ -98,6 +104,8 @@ class Fp8Consumer(Consumer):
             acc_S=cute.make_rmem_tensor(atoms.mma_qk.partition_shape_C((WG_ROWS, plan.tile_n)), Float32),
             acc_O=cute.make_rmem_tensor(atoms.mma_pv.partition_shape_C((WG_ROWS, plan.tile_hdimv)), Float32),
             acc_T=tuple(cute.make_rmem_tensor(part_shape, Float32) for _ in range(parts)),
+            tOrOnes=ones,
+            acc_sums=sums,
         )
 
     def part(self, args: Fp8Args, tile: Any, wg: Int32, thread: Int32) -> Fp8Part:  # type: ignore[override]
@@ -273,6 +281,8 @@ class Fp8Consumer(Consumer):
             piece = frags.tOrVt[i][None, None, None, v_state.index]
             issue(atoms.mma_part, frags.acc_T[i % buffers], frags.tOrP, piece, True)
 
+        if const_expr(self.plan.has_ones_apart):
+            issue(atoms.mma_sums, frags.acc_sums, frags.tOrP, frags.tOrOnes[None, None, None, 0], True)
         for i in cutlass.range_constexpr(buffers):
             start(i)
         change = self.change_of_unit(state, value)
@@ -298,9 +308,11 @@ class Fp8Consumer(Consumer):
         width = cute.size(frags.acc_O) // self.plan.pieces
         o = cute.make_tensor(frags.acc_O.iterator + i * width, cute.make_layout(width))
         factors = (state.rescale[0], state.rescale[1])
-        if const_expr(self.plan.has_sum_columns):
+        if const_expr(self.plan.has_sum_columns and i == 0):
+            sums = frags.acc_sums if const_expr(self.plan.has_ones_apart) else part
+            first = 0 if const_expr(self.plan.has_ones_apart) else width
             for r in cutlass.range_constexpr(2):
-                state.row_sum[r] = state.row_sum[r] * factors[r] + part[width + 2 * r]
+                state.row_sum[r] = state.row_sum[r] * factors[r] + sums[first + 2 * r]
         if const_expr(change is not None):
             factor, shrink, is_small = change
             factors = (factors[0] * factor, factors[1] * factor)
