@@ -14,7 +14,7 @@ import pytest
 from simt import WARP, Device, Tensor, copies
 
 from flash_hopper.geometry.arith import ceil_div
-from flash_hopper.geometry.tiles import TileCoord
+from flash_hopper.geometry.tiles import TileCoord, shares
 from flash_hopper.plan.schedule import COLUMNS, FEW, HEADER, table_ints
 
 TILE = 64
@@ -230,25 +230,51 @@ def test_every_tile_of_every_sequence_is_found_once_with_its_lengths(name, grid,
     assert table[counter] == total, "one draw a tile, to find the next"
 
 
-@pytest.mark.parametrize("grid", [1, 5])
+@pytest.mark.parametrize(("grid", "sharing"), [(1, None), (5, 2), (1, 3), (5, 4)])
 @pytest.mark.parametrize("name", [*SEARCHES, "no sequence"])
-def test_a_kernel_that_makes_rows_needs_no_table_of_few_sequences_and_leaves_its_counter_at_zero(name, grid, device):
+def test_a_kernel_that_makes_rows_needs_no_table_of_few_sequences_and_leaves_its_counter_at_zero(
+    name, grid, sharing, device
+):
     q, k = with_gaps(*SEARCHES.get(name, ([], [])))
     batch, args, table = len(q.used), length_args(q.side, k.side, (64, 1)), prepared(device, q, k, (64, 1))
     rows, is_few = rows_of(table), batch < FEW
     if is_few:
         table = Tensor.of([0] + [None] * (table_ints(batch) - 1))
-    tiles = source.RaggedTiles(TILE, False, is_descending=True, counter=0, makes_rows=True)
+    tile_rows = TILE * (sharing or 1)
+    tiles = source.RaggedTiles(tile_rows, False, is_descending=True, counter=0, makes_rows=True, sharing=sharing)
     for _ in range(2 if is_few else 1):
         posted = searched(device, tiles, source.Work(None, table, 0, 0, HEADS, batch, 1, 0, args), grid)
-        total = check_tiles(posted, rows, by_keys=False)
+        total = check_tiles(posted, rows, by_keys=False) if sharing is None else check_bands(posted, rows, sharing)
         assert table[0] == (0 if is_few else total)
         for of_cta in posted.tiles.values() if is_few else ():
             lengths_met = [rows[tile.batch]["seqlen_q"] + rows[tile.batch]["seqlen_k"] for tile in of_cta]
             assert lengths_met == sorted(lengths_met, reverse=True), "the longest first"
 
 
-HEADS = 2
+def check_bands(posted: Posted, rows: list[dict[str, int]], warpgroups: int) -> int:
+    """Every band of every head is some warpgroup's, once; those of a short sequence lie in as few tiles as they can. Returns how
+    many tiles there are."""
+    found, tiles_of = Counter(), Counter(tile.batch for tile in posted.all)
+    for tile in posted.all:
+        share = shares(tile.allocated_q, warpgroups)
+        own = [(share.head(tile.head, wg), share.band(tile.block, tile.head, wg)) for wg in range(warpgroups)]
+        bands = [(head, band) for head, band in own if head < HEADS and band * TILE < tile.allocated_q]
+        found.update((tile.batch, head, band) for head, band in bands)
+        heads = sorted({head for head, _ in bands})
+        first = share.head(tile.head, 0)
+        assert heads == list(range(first, first + share.heads(tile.head, HEADS))), "what the producer loads keys for"
+    counts = [ceil_div(row["allocated_q"], TILE) for row in rows]
+    assert found == Counter(
+        (sequence, head, band) for sequence, count in enumerate(counts) for head, band in product(range(HEADS), range(count))
+    )
+    for sequence, count in enumerate(counts):
+        alone = HEADS * ceil_div(count, warpgroups)
+        is_short = 0 < count <= 2 and count < warpgroups
+        assert tiles_of[sequence] == (ceil_div(HEADS * count, warpgroups) if is_short else alone)
+    return tiles_of.total()
+
+
+HEADS = 5
 
 
 def with_gaps(used_q, used_k) -> tuple[Lengths, Lengths]:

@@ -1,8 +1,8 @@
 """Online softmax for weights that are rounded to e4m3, of one warpgroup's rows, in base 2.
 
 Per row the state is a reference (a scaled score), the sum of weights relative to it, and factors by which earlier results
-shrink when it moves. The largest weight is 2^p_log2, near the largest number of e4m3 (448), so that small weights keep
-their bits; a reference cannot be left behind as in `softmax.py`, only by what is left of the range. While no
+shrink when it moves. The largest weight is 2^P_LOG2, near the largest number of e4m3 (448), so that small weights keep
+their bits; a reference is never left behind as in `softmax.py`. While no
 score of a warp exceeds its row's reference, a block costs no shuffle. Specification 4.6 and 6.3.
 """
 
@@ -14,6 +14,9 @@ from flash_hopper.device.softmax import own_max, quad_reduce, row_maximum
 
 # The reference of a row without keys: so low that a finite score is above it, and a finite number, so that nothing is NaN.
 NO_KEYS = -(2.0**100)
+
+
+P_LOG2 = 8
 
 
 class E4m3State(NamedTuple):
@@ -37,12 +40,11 @@ def make_state() -> E4m3State:
 
 @cute.jit
 def move_reference(
-    state: E4m3State, rows: cute.Tensor, factor: Float32, inverse: Float32, is_first: Constexpr[bool], lazy: Constexpr
+    state: E4m3State, rows: cute.Tensor, factor: Float32, inverse: Float32, is_first: Constexpr[bool]
 ) -> Boolean:
     """Bring the references up to a block's scores, and set `following`; whether one of the warp moved.
 
-    rows: (2, N/4) raw scores of this thread; factor: what makes them logarithms to base 2, inverse: its reciprocal; lazy: by so
-    many powers of two a score may exceed its reference.
+    rows: (2, N/4) raw scores of this thread; factor: what makes them logarithms to base 2, inverse: its reciprocal.
     """
     reference, _, _, following, _ = state
     moves = Boolean(True)
@@ -55,10 +57,7 @@ def move_reference(
     else:
         raw = [reference[r] * inverse for r in (0, 1)]
         own = [own_max(rows, r, raw[r]) for r in (0, 1)]
-        if const_expr(lazy > 0):
-            grew = ((own[0] - raw[0]) * factor > lazy) | ((own[1] - raw[1]) * factor > lazy)
-        else:
-            grew = (own[0] > raw[0]) | (own[1] > raw[1])
+        grew = (own[0] > raw[0]) | (own[1] > raw[1])
         is_negative = sign_bit(own[0]) | sign_bit(own[1])
         following[0] = Float32(1.0)
         following[1] = Float32(1.0)
@@ -76,15 +75,13 @@ def move_reference(
 
 
 @cute.jit
-def weights(
-    state: E4m3State, rows: cute.Tensor, factor: Float32, p_log2: Constexpr[int], has_sums: Constexpr[bool]
-) -> None:
+def weights(state: E4m3State, rows: cute.Tensor, factor: Float32, has_sums: Constexpr[bool]) -> None:
     """Scores to weights, in place; with `has_sums` this thread's are added to its row sums.
 
-    After `move_reference`. A weight is at most 2^p_log2, up to what the reference may lag behind.
+    After `move_reference`. A weight is at most 2^P_LOG2.
     """
     for r in cutlass.range_constexpr(2):
-        bias = Float32(p_log2) - state.reference[r]
+        bias = Float32(P_LOG2) - state.reference[r]
         part = [Float32(0.0), Float32(0.0)]
         for i in cutlass.range_constexpr(cute.size(rows, mode=[1])):
             e = cute.math.exp2(rows[r, i] * factor + bias, fastmath=True)

@@ -7,7 +7,8 @@ in L2, and the last tiles are the short ones. One pair a section runs head by he
 
 from typing import NamedTuple
 
-from flash_hopper.geometry.arith import Int, clamp, maximum, minimum
+from flash_hopper.geometry.arith import Int, ceil_div, clamp, maximum, minimum
+from flash_hopper.geometry.blocks import WARPGROUP_ROWS as BAND_ROWS
 
 # Keys and values of a section; 32 MiB was best up to 4k tokens, and never fewer than 16 pairs: with fewer, CTAs run out
 # of long tiles to start with (H200, 2026-11, docs/findings/causal_order.md).
@@ -71,3 +72,45 @@ def sequence_section(rows: Int, length: Int, heads: Int, group: Int) -> Int:
     pairs = maximum(rows // maximum(length, 1) * group, SECTION_PAIRS)
     is_uneven = minimum(rows, 1)
     return clamp(is_uneven * pairs, 1, heads)
+
+
+MOST_BANDS = 2  # rows of more bands fill a tile well enough by themselves
+
+
+class Shares(NamedTuple):
+    """How the tiles of a short sequence are shared by its heads, a band of 64 rows a warpgroup.
+
+    Bands of all heads are numbered head by head, and a tile takes as many as it has warpgroups; its `TileCoord` or `RaggedTile`
+    then holds the number of the first in place of a head, and block 0. `bands`: of one head; `is_shared`: 1, or 0 for a
+    sequence whose tiles are of one head each.
+    """
+
+    bands: Int
+    is_shared: Int
+    warpgroups: int
+
+    def tiles(self, heads: Int) -> Int:
+        """Tiles of all heads of the sequence."""
+        alone = ceil_div(self.bands, self.warpgroups) * heads
+        return alone + self.is_shared * (ceil_div(self.bands * heads, self.warpgroups) - alone)
+
+    def head(self, tile_head: Int, warpgroup: Int) -> Int:
+        """The head of a warpgroup's rows; one past the last if there is nothing left for it."""
+        return (tile_head + self.is_shared * warpgroup) >> (self.is_shared * (self.bands - 1))
+
+    def band(self, tile_block: Int, tile_head: Int, warpgroup: Int) -> Int:
+        """Which band of that head."""
+        alone = tile_block * self.warpgroups + warpgroup
+        return alone + self.is_shared * (((tile_head + warpgroup) & (self.bands - 1)) - alone)
+
+    def heads(self, tile_head: Int, heads: Int) -> Int:
+        """How many heads have a band in the tile."""
+        last = minimum(tile_head + self.warpgroups, heads * self.bands) - 1
+        return 1 + self.is_shared * ((last >> (self.is_shared * (self.bands - 1))) - self.head(tile_head, 0))
+
+
+def shares(rows: Int, warpgroups: int) -> Shares:
+    """How a sequence of so many query rows shares tiles of so many warpgroups: one or two bands, of which several fit."""
+    bands = ceil_div(rows, BAND_ROWS)
+    most = min(MOST_BANDS, warpgroups - 1)
+    return Shares(bands, clamp(bands, 0, 1) * (1 - clamp(bands - most, 0, 1)), warpgroups)

@@ -57,13 +57,14 @@ def choose_buffers(tile: Tile, hdim: int, hdimv: int, itemsize: int) -> Buffers:
 
 
 def choose_fp8_buffers(
-    m: int, n: int, hdim: int, hdimv: int, sum_columns: int, out_itemsize: int, kv_stages: int
+    m: int, n: int, hdim: int, hdimv: int, behind: int, apart: int, out_itemsize: int, kv_stages: int
 ) -> Buffers:
-    """The best layout that fits an e4m3 tile of m x n, whose O is wider than its Q and V has so many columns of ones."""
+    """The best layout that fits an e4m3 tile of m x n, whose O is wider than its Q, with so many columns of ones behind those
+    of each stage of V, or apart from them."""
 
     def size(q_stages: int, kv_stages: int, o_aliases_q: bool) -> int:
         q, o = m * hdim, m * hdimv * out_itemsize
-        kv = n * (hdim + hdimv + sum_columns) * kv_stages
+        kv = n * ((hdim + hdimv + behind) * kv_stages + apart)
         return max(q, o) * q_stages + kv if o_aliases_q else q * q_stages + kv + o
 
     return _first_that_fits(kv_stages, size, f"e4m3 tile {m}x{n} with head dims {hdim}/{hdimv}")

@@ -16,6 +16,9 @@ from flash_hopper.problem.dtypes import DType
 from flash_hopper.problem.features import Feature
 from flash_hopper.problem.mask import Mask, MaskKind
 
+# Up to this many rows in the longest sequence, heads share tiles. 2,000 sequences of 8: two to three times as fast; longer ones lose
+# 2 % by it (H200, 2026-11, docs/findings/ragged.md).
+SHORT_ROWS = 128
 HDIM_STEP = 32  # head dims are padded to this in shared memory: one 64-byte swizzle row of a 16-bit type
 
 
@@ -27,7 +30,7 @@ class ForwardPlan:
     real ones are run-time sizes. `q_stages` > 1 loads the next tile's Q during this tile; with `o_aliases_q` the output
     is staged in Q's buffer. `mask` says which bounds the kernel knows; `negates_scores` serves a negative softmax scale;
     `has_lse` stores the log-sum-exp. `scheduler` says how persistent CTAs find their next tile; `is_ragged` that sequences
-    are described by a table on the device.
+    are described by a table on the device, and `shares_tiles` that heads of a short one share tiles (`geometry/tiles.py`).
     """
 
     dtype: DType
@@ -42,6 +45,7 @@ class ForwardPlan:
     scheduler: Literal["static", "dynamic"]
     mask: MaskKind
     is_ragged: bool
+    shares_tiles: bool
     has_lse: bool
     negates_scores: bool
 
@@ -93,6 +97,7 @@ class ForwardPlan:
             self.mask,
             self.scheduler,
             *(["ragged"] if self.is_ragged else []),
+            *(["shared"] if self.shares_tiles else []),
             *(["lse"] if self.has_lse else []),
             *(["neg"] if self.negates_scores else []),
             *(["pingpong"] if self.has_pingpong else []),
@@ -106,7 +111,8 @@ def plan_forward(problem: AttentionProblem) -> ForwardPlan:
     """The plan for a problem. Depends on dtype, head dims, flags and, for the tile height, on the lengths."""
     hdim, hdimv = round_up(problem.head_dim, HDIM_STEP), round_up(problem.head_dim_v, HDIM_STEP)
     mask = problem.mask.simplified(problem.seqlen_q, problem.seqlen_k)
-    tile = choose_tile(hdim, hdimv, mask.kind, typical_rows(problem, mask), problem.ragged is not None)
+    rows, is_ragged = longest_rows(problem), problem.ragged is not None
+    tile = choose_tile(hdim, hdimv, mask.kind, visited_rows(rows, mask), is_ragged)
     buffers = choose_buffers(tile, hdim, hdimv, problem.dtype.itemsize)
     return ForwardPlan(
         dtype=problem.dtype,
@@ -120,19 +126,25 @@ def plan_forward(problem: AttentionProblem) -> ForwardPlan:
         has_pingpong=tile.has_pingpong,
         scheduler="static" if mask.kind == "full" and problem.ragged is None else "dynamic",
         mask=mask.kind,
-        is_ragged=problem.ragged is not None,
+        is_ragged=is_ragged,
+        shares_tiles=is_ragged and rows <= SHORT_ROWS,
         has_lse=Feature.LSE in problem.features,
         negates_scores=Feature.NEGATIVE_SCALE in problem.features,
     )
 
 
-def typical_rows(problem: AttentionProblem, mask: Mask) -> int:
-    """The length by which a tile is chosen: that of a sequence, or how far a window reaches if that is less. Of a ragged
-    batch the longest sequence as far as the caller says, in powers of two so that few hints are told apart."""
-    rows, ragged = problem.seqlen_q, problem.ragged
-    if ragged is not None:
-        hint = ragged.max_seqlen_q
-        rows = ceil_div(ragged.rows_q, max(problem.batch, 1)) if hint is None else 1 << max(hint - 1, 0).bit_length()
+def longest_rows(problem: AttentionProblem) -> int:
+    """The query length by which a tile is chosen: of a ragged batch the longest sequence as far as the caller says, in powers of two
+    so that few hints are told apart, or the mean."""
+    ragged = problem.ragged
+    if ragged is None:
+        return problem.seqlen_q
+    hint = ragged.max_seqlen_q
+    return ceil_div(ragged.rows_q, max(problem.batch, 1)) if hint is None else 1 << max(hint - 1, 0).bit_length()
+
+
+def visited_rows(rows: int, mask: Mask) -> int:
+    """The same, or how far a window reaches if that is less."""
     if mask.chunk:
         return min(rows, mask.chunk)
     if mask.left is not None:

@@ -9,17 +9,18 @@ from typing import Literal
 
 from flash_hopper.geometry.arith import round_up
 from flash_hopper.plan.budget import choose_fp8_buffers
-from flash_hopper.plan.forward import ForwardPlan, typical_rows
-from flash_hopper.plan.tables.forward_fp8 import PLAIN, TILE_N, choose_fp8_tile
+from flash_hopper.plan.forward import ForwardPlan, longest_rows, visited_rows
+from flash_hopper.plan.tables.forward_fp8 import PLAIN, TILE_N, Fp8Demand, choose_fp8_tile
 from flash_hopper.problem.attention import AttentionProblem
 from flash_hopper.problem.dtypes import DType
+from flash_hopper.problem.errors import CompileError
 from flash_hopper.problem.features import Feature
 from flash_hopper.problem.fp8 import DescaleForm
 from flash_hopper.problem.mask import MaskKind
 
 HDIM_STEP = 32  # head dims are padded to this in shared memory: what one 8-bit wgmma multiplies
 MIN_TILE_HDIM = 64
-SUM_COLUMNS = 8  # of ones behind V's: the smallest step of a wgmma's width
+SUM_COLUMNS = 8  # of ones: the smallest step of a wgmma's width
 Accumulation = Literal["two_level", "plain"]
 ValueForm = Literal["transposed", "rows"]
 
@@ -31,8 +32,8 @@ class ForwardFp8Plan:
     `accumulation`: with "two_level" PV of each key block starts a fresh sum, which is added to O in float32: the tensor core
     truncates its sums to 14 bits, and over 16k keys loses a quarter of values of one sign. "plain" sums in the tensor core.
     `overlaps` and `pieces`: see `Fp8Tile`. `descales`: whether scores and values of each key block have factors of their own.
-    `values`: V comes transposed (`Fp8Values`), or in rows and is transposed on chip. The largest weight of a row is
-    2^`p_log2` when it is rounded; the reference moves if one exceeds that by more than 2^`lazy_log2`.
+    `values`: V comes transposed (`Fp8Values`), or in rows and is transposed on chip. Raises CompileError for a plan that
+    overlaps in pieces.
     """
 
     out_dtype: DType
@@ -43,7 +44,6 @@ class ForwardFp8Plan:
     q_stages: int
     kv_stages: int
     o_aliases_q: bool
-    has_pingpong: bool
     scheduler: Literal["static", "dynamic"]
     mask: MaskKind
     is_ragged: bool
@@ -54,19 +54,33 @@ class ForwardFp8Plan:
     pieces: int
     descales: DescaleForm
     values: ValueForm
-    p_log2: int = 8
-    lazy_log2: float = 0.0
 
     kind = "forward_fp8"
     dtype = DType.E4M3  # of Q, K, V and P
+    has_pingpong = False
+    shares_tiles = False
     looks_ahead = ForwardPlan.looks_ahead
     frees_unseen = ForwardPlan.frees_unseen
-    has_idle = ForwardPlan.has_idle
+
+    def __post_init__(self) -> None:
+        if self.overlaps and self.pieces > 1:
+            raise CompileError(
+                f"PV in {self.pieces} pieces cannot overlap with QK: all are issued at the end of a block"
+            )
 
     @property
     def consumer_warpgroups(self) -> int:
         """Warpgroups that compute; each owns 64 query rows."""
         return self.tile_m // 64
+
+    @property
+    def has_idle(self) -> bool:
+        """Whether a warpgroup without a row of the sequence computes one block of keys and frees the rest unread.
+
+        Four warpgroups have no registers for it, and their tile is chosen to leave few rows empty; tight ones only do it for
+        ragged batches.
+        """
+        return 1 < self.consumer_warpgroups < 4 and (self.is_ragged or not self.is_tight)
 
     @property
     def is_two_level(self) -> bool:
@@ -75,21 +89,26 @@ class ForwardFp8Plan:
 
     @property
     def is_tight(self) -> bool:
-        """Whether consumers need every register: with 256 columns of O as accumulator, or 128 and a second sum, beside S."""
-        return self.overlaps and self.tile_hdimv >= 128
+        """Whether consumers need every register: with 128 columns of O and a second sum, or 256 of O, beside S."""
+        return self.tile_hdimv >= (128 if self.overlaps else 256)
 
     @property
     def has_sum_columns(self) -> bool:
-        """Whether row sums come from PV, of the rounded weights and columns of ones; else from weights that are not rounded.
+        """Whether row sums are products of the rounded weights with columns of ones; else of weights that are not rounded.
 
-        A sum in the tensor core must be as short as O's. Cut in pieces, one would be wider than the others.
+        A sum in the tensor core must be as short as O's.
         """
-        return self.is_two_level and self.pieces == 1
+        return self.is_two_level
+
+    @property
+    def has_ones_apart(self) -> bool:
+        """Whether that is a product of its own, and not part of PV: cut in pieces, one would be wider than the others."""
+        return self.has_sum_columns and self.pieces > 1
 
     @property
     def value_rows(self) -> int:
-        """Rows of a transposed V in shared memory: its columns, and those of ones."""
-        return self.tile_hdimv + SUM_COLUMNS * self.has_sum_columns
+        """Rows of a transposed V in a stage of shared memory: its columns, and those of ones behind them."""
+        return self.tile_hdimv + SUM_COLUMNS * (self.has_sum_columns and not self.has_ones_apart)
 
     @property
     def name(self) -> str:
@@ -104,10 +123,7 @@ class ForwardFp8Plan:
             *(["ragged"] if self.is_ragged else []),
             *(["lse"] if self.has_lse else []),
             *(["neg"] if self.negates_scores else []),
-            *(["pingpong"] if self.has_pingpong else []),
             *(["oq"] if self.o_aliases_q else []),
-            *([] if self.p_log2 == 8 else [f"p{self.p_log2}"]),
-            *([f"lazy{self.lazy_log2}".replace(".", "_")] if self.lazy_log2 else []),
         ]
         head = f"forward_fp8_{self.out_dtype}_d{self.tile_hdim}_dv{self.tile_hdimv}"
         return f"{head}_{self.tile_m}x{self.tile_n}_q{self.q_stages}kv{self.kv_stages}_" + "_".join(flags)
@@ -129,12 +145,14 @@ def plan_forward_fp8(
     hdim, hdimv = padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v)
     mask = problem.mask.simplified(problem.seqlen_q, problem.seqlen_k)
     is_plain = accumulation == "plain"
-    rows, is_ragged = typical_rows(problem, mask), problem.ragged is not None
-    tile = PLAIN if is_plain else choose_fp8_tile(hdim, hdimv, rows, is_ragged)
-    has_sums = not is_plain and tile.pieces == 1
-    buffers = choose_fp8_buffers(
-        tile.m, TILE_N, hdim, hdimv, SUM_COLUMNS * has_sums, out_dtype.itemsize, tile.kv_stages
-    )
+    rows, is_ragged = visited_rows(longest_rows(problem), mask), problem.ragged is not None
+    has_lse, negates = Feature.LSE in problem.features, Feature.NEGATIVE_SCALE in problem.features
+    is_lean = out_dtype is DType.BF16 and not has_lse and not negates
+    demand = Fp8Demand(mask.kind, rows, is_ragged, descales == "block", is_lean)
+    tile = PLAIN if is_plain else choose_fp8_tile(hdim, hdimv, demand)
+    columns = 0 if is_plain else SUM_COLUMNS
+    behind, apart = (columns, 0) if tile.pieces == 1 else (0, columns)
+    buffers = choose_fp8_buffers(tile.m, TILE_N, hdim, hdimv, behind, apart, out_dtype.itemsize, tile.kv_stages)
     return ForwardFp8Plan(
         out_dtype=out_dtype,
         tile_hdim=hdim,
@@ -144,12 +162,11 @@ def plan_forward_fp8(
         q_stages=buffers.q_stages,
         kv_stages=buffers.kv_stages,
         o_aliases_q=buffers.o_aliases_q,
-        has_pingpong=tile.has_pingpong,
         scheduler="static" if mask.kind == "full" and problem.ragged is None else "dynamic",
         mask=mask.kind,
         is_ragged=is_ragged,
-        has_lse=Feature.LSE in problem.features,
-        negates_scores=Feature.NEGATIVE_SCALE in problem.features,
+        has_lse=has_lse,
+        negates_scores=negates,
         accumulation=accumulation,
         overlaps=tile.overlaps,
         pieces=tile.pieces,

@@ -22,7 +22,7 @@ from flash_hopper.device.sequences import (
 )
 from flash_hopper.device.warp_sum import inclusive_sum
 from flash_hopper.geometry.arith import ceil_div
-from flash_hopper.geometry.tiles import TileCoord, sequence_section, tile_coord
+from flash_hopper.geometry.tiles import Shares, TileCoord, sequence_section, shares, tile_coord
 from flash_hopper.plan.roles import TILE_SLOTS, WARP
 from flash_hopper.plan.schedule import COLUMNS, is_few
 
@@ -99,17 +99,25 @@ class RaggedTiles:
 
     Tiles are `tile_rows` rows of queries or, if `by_keys`, of keys. `counter`: which int of the table's header is drawn from.
     With `makes_rows` there is no table of few sequences: each lane holds one, in the order of their lengths; the counter is then
-    zero before the first launch, and set back by the last draw, as that of `DynamicScheduler`.
+    zero before the first launch, and set back by the last draw, as that of `DynamicScheduler`. Of `sharing` warpgroups, tiles of
+    queries are shared by the heads of a short sequence (`geometry/tiles.py`).
     """
 
     def __init__(
-        self, tile_rows: int, by_keys: bool, is_descending: bool, counter: int, makes_rows: bool = False
+        self,
+        tile_rows: int,
+        by_keys: bool,
+        is_descending: bool,
+        counter: int,
+        makes_rows: bool = False,
+        sharing: int | None = None,
     ) -> None:
         self.tile_rows = tile_rows
         self.by_keys = by_keys
         self.is_descending = is_descending
         self.counter = counter
         self.makes_rows = makes_rows
+        self.sharing = sharing
 
     def first(self) -> Int32:
         """The CTA's first number: its own, without a draw."""
@@ -168,7 +176,7 @@ class RaggedTiles:
         while is_searching:
             own = Int32(0)
             if rank + lane < count:
-                own = self.blocks(self.row(work, rank + lane, mine)) * work.heads
+                own = self.tiles(self.row(work, rank + lane, mine), work.heads)
             prefix = inclusive_sum(own, lane)
             total = cute.arch.shuffle_sync(prefix, offset=WARP - 1)
             is_here = number < before + total
@@ -204,9 +212,17 @@ class RaggedTiles:
         row = table_ranked_row(table, rank)
         return (table_order(table)[rank], *(row[i] for i in range(len(COLUMNS))))
 
+    def tiles(self, row: tuple[Int32, ...], heads: Int32) -> Int32:
+        """Tiles of a sequence, those of unused rows included; `row` as above."""
+        return self.blocks(row) * heads if self.sharing is None else self.shares(row).tiles(heads)
+
     def blocks(self, row: tuple[Int32, ...]) -> Int32:
-        """Tiles of one head of a sequence, those of unused rows included; `row` as above."""
+        """Those of one head."""
         return ceil_div(row[1 + COLUMNS.index("allocated_k" if self.by_keys else "allocated_q")], self.tile_rows)
+
+    def shares(self, row: tuple[Int32, ...]) -> Shares:
+        """How heads share them."""
+        return shares(row[1 + COLUMNS.index("allocated_q")], self.sharing)
 
     @cute.jit
     def tile_of(self, work: Work, rank: Int32, mine: Int32 | None, number: Int32) -> RaggedTile:
@@ -216,12 +232,16 @@ class RaggedTiles:
         visited = seqlen_q if self.by_keys else seqlen_k
         section = sequence_section(work.section, visited, work.heads, work.group)
         coord = tile_coord(number, self.blocks(row), work.heads, 1, section, self.is_descending)
-        first = coord.block * self.tile_rows
+        block, head = Int32(coord.block), Int32(coord.head)
+        if const_expr(self.sharing is not None):
+            if self.shares(row).is_shared != 0:
+                block, head = Int32(0), number * self.sharing
+        first = block * self.tile_rows
         if self.by_keys:
             seqlen_q = seqlen_q if first < seqlen_k else Int32(0)
         else:
             seqlen_k = seqlen_k if first < seqlen_q else Int32(0)
-        return RaggedTile(Int32(coord.block), Int32(coord.head), sequence, seqlen_q, seqlen_k, *rest)
+        return RaggedTile(block, head, sequence, seqlen_q, seqlen_k, *rest)
 
 
 class SchedulerWarp:

@@ -28,6 +28,7 @@ from flash_hopper.device.sequences import make_batch
 from flash_hopper.device.softmax import SoftmaxState, make_state, scale_rows, update
 from flash_hopper.geometry.blocks import Blocks, key_blocks, warpgroup_blocks
 from flash_hopper.geometry.masks import Lengths, visible_keys
+from flash_hopper.geometry.tiles import shares
 from flash_hopper.kernels.forward.args import ForwardArgs, ForwardAtoms, Pipelines, SharedTensors
 from flash_hopper.kernels.forward.epilogue import Epilogue
 from flash_hopper.kernels.forward.storage import WG_ROWS
@@ -59,6 +60,8 @@ UNCUT, LEFT, RIGHT, BOTH = Ends(False, False), Ends(True, False), Ends(False, Tr
 class Part(NamedTuple):
     """A warpgroup's part of a tile, and what a thread needs to know about it."""
 
+    head: Int32
+    band: Int32  # of 64 rows of that head
     first_row: Int32  # of its two rows, the other is 8 below
     lane_col: Int32  # its first column within a key block
     lengths: Lengths  # of the tile's sequence
@@ -150,12 +153,23 @@ class Consumer:
             if const_expr(not plan.o_aliases_q):
                 pipes.q.consumer_release(own_q)
             slot = own_q.index * plan.consumer_warpgroups + wg if const_expr(plan.o_aliases_q) else wg
-            self.epilogue.store_o(args, atoms, shared.sO[None, None, slot], frags.acc_O, softmax, own, wg, thread)
+            self.epilogue.store_o(
+                args,
+                atoms,
+                shared.sO[None, None, slot],
+                frags.acc_O,
+                softmax,
+                own,
+                own_part.head,
+                own_part.band,
+                wg,
+                thread,
+            )
             if const_expr(plan.looks_ahead):
                 k_state = self.finish_first(pipes, tile, k_state)
                 frags.acc_O.fill(0.0)
             if const_expr(plan.has_lse):
-                self.epilogue.store_lse(args, softmax, own, own_part.first_row, thread % 32)
+                self.epilogue.store_lse(args, softmax, own, own_part.head, own_part.first_row, thread % 32)
             if const_expr(plan.o_aliases_q):
                 held, holds = own_q.clone(), Boolean(True)
                 if const_expr(plan.q_stages == 1):
@@ -203,25 +217,36 @@ class Consumer:
     def part(self, args: ForwardArgs, tile: Any, wg: Int32, thread: Int32) -> Part:
         """This warpgroup's part of a tile, of which it need not compute every key block."""
         plan = self.plan
-        row = tile.block * plan.tile_m
+        wgs, row = plan.consumer_warpgroups, tile.block * plan.tile_m
         lengths, mask = self.batch.lengths(tile, args.mQ, args.mK), args.mask(plan.mask)
-        own = warpgroup_blocks(row, wg, lengths, plan.tile_n, mask)
         whole = key_blocks(row, plan.tile_m, lengths, plan.tile_n, mask)
-        before, behind, idle = whole.end - own.end, own.start - whole.start, 0
+        head, band = tile.head, tile.block * wgs + wg
+        first, others = 0, 0  # blocks of other heads in front of its own, and all of them
+        if const_expr(plan.shares_tiles):
+            share, each = shares(tile.allocated_q, wgs), whole.end - whole.start
+            head, band = share.head(tile.head, wg), share.band(tile.block, tile.head, wg)
+            first = (head - share.head(tile.head, 0)) * each
+            others = (share.heads(tile.head, args.work.heads) - 1) * each
+            own, row = warpgroup_blocks(band * WG_ROWS, 0, lengths, plan.tile_n, mask), band * WG_ROWS
+        else:
+            own, row = warpgroup_blocks(row, wg, lengths, plan.tile_n, mask), row + wg * WG_ROWS
+        before, behind, idle = first + whole.end - own.end, others - first + own.start - whole.start, 0
         if const_expr(plan.has_idle):
             # it computes on the tile's first block of keys, the cheapest way through, and nothing comes of it
-            is_idle = row + wg * WG_ROWS >= lengths.q
+            is_idle = row >= lengths.q
+            if const_expr(plan.shares_tiles):
+                is_missing = head >= args.work.heads
+                is_idle = is_idle | is_missing
+                row = cutlass.select_(is_missing, tile.allocated_q, row)  # no row is written
             start = whole.start
-            own = Blocks(
-                *(
-                    cutlass.select_(is_idle, Int32(a), Int32(b))
-                    for a, b in zip((start, start, start, start + 1), own, strict=True)
-                )
-            )
-            idle = cutlass.select_(is_idle, Int32(whole.end - 1 - start), Int32(0))
+            alone = (start, start, start, start + 1)
+            own = Blocks(*(cutlass.select_(is_idle, Int32(a), Int32(b)) for a, b in zip(alone, own, strict=True)))
+            idle = cutlass.select_(is_idle, Int32(others + whole.end - 1 - start), Int32(0))
             before, behind = (cutlass.select_(is_idle, Int32(0), Int32(n)) for n in (before, behind))
         return Part(
-            row + wg * WG_ROWS + thread // 32 * 16 + thread % 32 // 4,
+            head,
+            band,
+            row + thread // 32 * 16 + thread % 32 // 4,
             thread % 4 * 2,
             Lengths(*(Int32(n) for n in lengths)),
             Blocks(*(Int32(n) for n in own)),

@@ -43,10 +43,12 @@ class Epilogue:
         epilogue_sync(warpgroup)  # ... and nobody writes it until that store is done
 
     @cute.jit
-    def store_lse(self, args: ForwardArgs, softmax: SoftmaxState, tile: Any, first_row: Int32, lane: Int32):
+    def store_lse(
+        self, args: ForwardArgs, softmax: SoftmaxState, tile: Any, head: Int32, first_row: Int32, lane: Int32
+    ) -> None:
         """LSE = scale * reference + ln(sum), natural log; -inf for a row without keys. One lane a row writes."""
         batch = self.batch
-        mLSE = args.mLSE[batch.entry(tile, args.mLSE.shape[0]), tile.head, None]
+        mLSE = args.mLSE[batch.entry(tile, args.mLSE.shape[0]), head, None]
         rows, start = batch.stored_rows(tile, args.mQ), batch.query_row(tile)
         for r in cutlass.range_constexpr(2):
             row = first_row + 8 * r
@@ -64,11 +66,13 @@ class Epilogue:
         acc_o: cute.Tensor,
         softmax: SoftmaxState,
         tile: Any,
+        head: Int32,
+        band: Int32,
         warpgroup: Int32,
         thread: Int32,
     ) -> None:
-        """Normalise O, stage it in sO, (64, tile_hdimv), and start its store; `wait_stored` says when the buffer may be written
-        again. After `begin`."""
+        """Normalise O, stage it in sO, (64, tile_hdimv), and start its store to this band of the head's rows; `wait_stored` says
+        when the buffer may be written again. After `begin`."""
         scale_rows(acc_as_rows(acc_o), softmax.rescale)
         dtype = ELEMENT_TYPES[self.plan.out_dtype]
         store_matrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), dtype)
@@ -80,8 +84,7 @@ class Epilogue:
         cute.arch.fence_proxy("async.shared", space="cta")  # these writes, before the TMA store reads them
         epilogue_sync(warpgroup)  # ... from all threads of the warpgroup
         if is_first_warp:
-            band = tile.block * self.plan.consumer_warpgroups + warpgroup
-            mO = self.batch.stored_queries(args.mO, tile, tile.head)
+            mO = self.batch.stored_queries(args.mO, tile, head)
             gO = cute.local_tile(mO, (WG_ROWS, self.plan.tile_hdimv), (band, 0))
             dst, src = partition(atoms.tma_o, gO, sO)
             with cute.arch.elect_one():

@@ -65,7 +65,14 @@ class ForwardKernel:
         self.roles = roles_of(plan)
         self.schedule = ScheduleKernel()
         self.scheduler = SchedulerWarp(
-            RaggedTiles(plan.tile_m, by_keys=False, is_descending=True, counter=COUNTERS["forward"], makes_rows=True)
+            RaggedTiles(
+                plan.tile_m,
+                by_keys=False,
+                is_descending=True,
+                counter=COUNTERS["forward"],
+                makes_rows=True,
+                sharing=plan.consumer_warpgroups if plan.shares_tiles else None,
+            )
             if plan.is_ragged
             else DenseTiles(plan.scheduler, is_descending=True)
         )

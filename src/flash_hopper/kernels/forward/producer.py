@@ -6,10 +6,11 @@ V stages keep rolling over tile boundaries, so the next tile's first loads run d
 
 from typing import Any
 
-from flash_hopper.device.dsl import Int32, const_expr, cute, cutlass
+from flash_hopper.device.dsl import Constexpr, Int32, const_expr, cute, cutlass
 from flash_hopper.device.pipelines import consumer_state, load, partition, producer_state
 from flash_hopper.device.sequences import make_batch
 from flash_hopper.geometry.blocks import Blocks, key_blocks, warpgroup_blocks
+from flash_hopper.geometry.tiles import shares
 from flash_hopper.kernels.forward.args import ForwardArgs, ForwardAtoms, Pipelines, SharedTensors
 from flash_hopper.kernels.forward.storage import WG_ROWS
 from flash_hopper.plan.forward import ForwardPlan
@@ -36,7 +37,13 @@ class Producer:
         while tile.block >= 0:
             self.load_q(args, atoms, shared, pipes, tile, q_state)
             q_state.advance()
-            k_state, v_state = self.load_kv(args, atoms, shared, pipes, tile, k_state, v_state)
+            if const_expr(plan.shares_tiles):
+                share = shares(tile.allocated_q, plan.consumer_warpgroups)
+                first = share.head(tile.head, 0)
+                for i in cutlass.range(share.heads(tile.head, args.work.heads), unroll=1):
+                    k_state, v_state = self.load_kv(args, atoms, shared, pipes, tile, first + i, k_state, v_state)
+            else:
+                k_state, v_state = self.load_kv(args, atoms, shared, pipes, tile, tile.head, k_state, v_state)
             tile = pipes.tiles.read(tile_state)
             tile_state.advance()
 
@@ -45,15 +52,30 @@ class Producer:
         self, args: ForwardArgs, atoms: ForwardAtoms, shared: SharedTensors, pipes: Pipelines, tile: Any, state: Any
     ) -> None:
         """The tile's rows, one load per consumer warpgroup; they complete on one barrier."""
+        wgs = self.plan.consumer_warpgroups
+        pipes.q.producer_acquire(state)
+        if const_expr(self.plan.shares_tiles):
+            share = shares(tile.allocated_q, wgs)
+            for wg in cutlass.range(wgs, unroll=1):
+                head, band = share.head(tile.head, wg), share.band(tile.block, tile.head, wg)
+                self.load_bands(args, atoms, shared, pipes, tile, state, head, band, wg, 1)
+        else:
+            self.load_bands(args, atoms, shared, pipes, tile, state, tile.head, tile.block * wgs, Int32(0), wgs)
+
+    @cute.jit
+    def load_bands(
+        self, args: ForwardArgs, atoms: ForwardAtoms, shared: SharedTensors, pipes: Pipelines, tile: Any, state: Any,
+        head: Int32, band: Int32, first: Int32, count: Constexpr[int],
+    ) -> None:  # fmt: skip
+        """So many bands of 64 rows of a head, from `band` on, for the warpgroups from `first` on."""
         plan = self.plan
         rows = cute.local_tile(
-            self.batch.queries(args.mQ, tile, tile.head), (WG_ROWS, plan.tile_hdim), (None, 0)
+            self.batch.queries(args.mQ, tile, head), (WG_ROWS, plan.tile_hdim), (None, 0)
         )  # (64, tile_hdim, row band)
         src, dst = partition(atoms.tma_q, rows, shared.sQ)
-        wgs = plan.consumer_warpgroups
-        pipes.q.producer_acquire(state)
-        for wg in cutlass.range_constexpr(wgs):
-            load(atoms.tma_q, src[None, tile.block * wgs + wg], dst[None, state.index * wgs + wg], pipes.q, state)
+        slot = state.index * plan.consumer_warpgroups + first
+        for i in cutlass.range_constexpr(count):
+            load(atoms.tma_q, src[None, band + i], dst[None, slot + i], pipes.q, state)
 
     @cute.jit
     def load_kv(
@@ -63,17 +85,18 @@ class Producer:
         shared: SharedTensors,
         pipes: Pipelines,
         tile: Any,
+        head: Int32,
         k_state: Any,
         v_state: Any,
     ) -> tuple[Any, Any]:
-        """The tile's key blocks from the last to the first; returns the advanced cursors."""
+        """The tile's key blocks for a head from the last to the first; returns the advanced cursors."""
         plan, batch = self.plan, self.batch
         blocks = key_blocks(
             tile.block * plan.tile_m, plan.tile_m, batch.lengths(tile, args.mQ, args.mK), plan.tile_n,
             args.mask(plan.mask),
         )  # fmt: skip
         own = self.lane_blocks(args, tile, blocks)
-        head_k = tile.head // args.work.group
+        head_k = head // args.work.group
         mK = batch.keys(args.mK, tile, head_k)
         k_src, k_dst = partition(atoms.tma_k, cute.local_tile(mK, (plan.tile_n, plan.tile_hdim), (None, 0)), shared.sK)
         v_src, v_dst = partition(atoms.tma_v, self.value_blocks(args, tile, head_k), shared.sV)

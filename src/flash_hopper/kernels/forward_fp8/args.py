@@ -50,3 +50,4 @@ class Fp8Atoms(NamedTuple):
     mma_qk: cute.TiledMma  # one warpgroup: 64 x tile_n, both operands from shared memory
     mma_pv: cute.TiledMma  # one warpgroup: 64 x tile_hdimv, the layout of O
     mma_part: cute.TiledMma  # one warpgroup: 64 x a piece of V's rows in shared memory, P from registers
+    mma_sums: cute.TiledMma  # one warpgroup: 64 x SUM_COLUMNS, P from registers

@@ -32,7 +32,7 @@ from flash_hopper.kernels.forward.storage import WG_ROWS
 from flash_hopper.kernels.forward_fp8.args import Fp8Args, Fp8Atoms
 from flash_hopper.kernels.forward_fp8.epilogue import Fp8Epilogue
 from flash_hopper.kernels.forward_fp8.storage import Fp8SharedTensors
-from flash_hopper.plan.forward_fp8 import ForwardFp8Plan
+from flash_hopper.plan.forward_fp8 import SUM_COLUMNS, ForwardFp8Plan
 
 BUFFERS = 2  # pieces of PV in flight
 
@@ -47,11 +47,15 @@ class Fp8Fragments(NamedTuple):
     acc_S: cute.Tensor  # 64 x tile_n, float32
     acc_O: cute.Tensor  # 64 x tile_hdimv, float32
     acc_T: tuple[cute.Tensor, ...]  # 64 x a piece, float32: PV of one block; none if O is the accumulator
+    tOrOnes: cute.Tensor | None  # (MMA, N, K, 1) in shared memory
+    acc_sums: cute.Tensor | None  # 64 x SUM_COLUMNS, float32: row sums of one block, if they are a product of their own
 
 
 class Fp8Part(NamedTuple):
     """As `Part` of the 16-bit kernel, with what the tile's descales are."""
 
+    head: Int32
+    band: Int32
     first_row: Int32
     lane_col: Int32
     lengths: Lengths
@@ -87,6 +91,10 @@ class Fp8Consumer(Consumer):
             for i in range(plan.pieces)
         ]
         parts = min(BUFFERS, plan.pieces) if plan.is_two_level else 0
+        ones, sums = None, None
+        if plan.has_ones_apart:
+            ones = atoms.mma_sums.make_fragment_B(atoms.mma_sums.get_slice(0).partition_B(shared.sOnes))
+            sums = cute.make_rmem_tensor(atoms.mma_sums.partition_shape_C((WG_ROWS, SUM_COLUMNS)), Float32)
         part_shape = atoms.mma_part.partition_shape_C((WG_ROWS, rows))
         return Fp8Fragments(
             tSrQ=atoms.mma_qk.make_fragment_A(qk.partition_A(shared.sQ)),
@@ -96,6 +104,8 @@ class Fp8Consumer(Consumer):
             acc_S=cute.make_rmem_tensor(atoms.mma_qk.partition_shape_C((WG_ROWS, plan.tile_n)), Float32),
             acc_O=cute.make_rmem_tensor(atoms.mma_pv.partition_shape_C((WG_ROWS, plan.tile_hdimv)), Float32),
             acc_T=tuple(cute.make_rmem_tensor(part_shape, Float32) for _ in range(parts)),
+            tOrOnes=ones,
+            acc_sums=sums,
         )
 
     def part(self, args: Fp8Args, tile: Any, wg: Int32, thread: Int32) -> Fp8Part:  # type: ignore[override]
@@ -126,7 +136,6 @@ class Fp8Consumer(Consumer):
         self.probabilities(frags, state, factors)
         advance(state)
         if const_expr(not self.plan.overlaps):
-            self.turns.wait(wg)
             self.add_values(atoms, pipes, frags, state, value, v_state)
 
     @cute.jit
@@ -153,8 +162,6 @@ class Fp8Consumer(Consumer):
             pipes.v.consumer_release(v_state)
             v_state.advance()
         pipes.k.consumer_wait(k_state)
-        if const_expr(self.plan.overlaps):
-            self.turns.wait(wg)
         issue(
             atoms.mma_qk, frags.acc_S, frags.tSrQ[None, None, None, q_slot],
             frags.tSrK[None, None, None, k_state.index], True,
@@ -162,7 +169,6 @@ class Fp8Consumer(Consumer):
         if const_expr(self.plan.overlaps):
             pipes.v.consumer_wait(v_state)
             self.issue_values(atoms, frags, v_state.index)
-        self.turns.pass_on(wg)
         if const_expr(self.plan.overlaps):
             warpgroup.wait_group(1)  # QK done, PV may still run
         else:
@@ -185,7 +191,6 @@ class Fp8Consumer(Consumer):
         self.probabilities(frags, state, factors)
         advance(state)
         if const_expr(not self.plan.overlaps):
-            self.turns.wait(wg)
             self.add_values(atoms, pipes, frags, state, value, v_state)
         return k_state, v_state
 
@@ -193,16 +198,14 @@ class Fp8Consumer(Consumer):
     def skip_idle(  # type: ignore[override]
         self, pipes: Pipelines, k_state: Any, v_state: Any, count: Int32, wg: Int32
     ) -> tuple[Any, Any]:
-        """Blocks of a tile in which this warpgroup has no row. Without overlap it is its turn, and it holds a stage of V."""
+        """Blocks of a tile in which this warpgroup has no row. Without overlap it holds a stage of V."""
         if const_expr(self.plan.overlaps):
             k_state, v_state = self.skip(pipes, k_state, v_state, count, wg)
         else:
             for _ in cutlass.range(count, unroll=1):
                 pipes.v.consumer_release(v_state)
                 v_state.advance()
-                self.turns.pass_on(wg)
                 k_state = skip_stage(pipes.k, k_state)
-                self.turns.wait(wg)
                 pipes.v.consumer_wait(v_state)
         return k_state, v_state
 
@@ -218,14 +221,12 @@ class Fp8Consumer(Consumer):
         v_state: Any,
         wg: Int32,
     ) -> None:
-        """Issue PV of a tile's last block, or, if that is done, give the turn away."""
+        """Issue PV of a tile's last block, if that is not done yet."""
         if const_expr(self.plan.overlaps):
             if const_expr(self.descales.has_units):
                 state.units[LAST] = self.descales.of_values(args, part.scales, part.blocks.start)
             pipes.v.consumer_wait(v_state)
             self.issue_values(atoms, frags, v_state.index)
-        else:
-            self.turns.pass_on(wg)
 
     @cute.jit
     def finish_sums(  # type: ignore[override]
@@ -249,13 +250,12 @@ class Fp8Consumer(Consumer):
     ) -> Boolean:
         """Bring the rows' references up to the scores in registers; whether one of this warp moved."""
         rows = acc_as_rows(frags.acc_S)
-        return move_reference(state, rows, factors.scores, factors.inverse, is_first, self.plan.lazy_log2)
+        return move_reference(state, rows, factors.scores, factors.inverse, is_first)
 
     @cute.jit
     def probabilities(self, frags: Fp8Fragments, state: E4m3State, factors: BlockFactors) -> None:
         """Scores to weights in e4m3."""
-        plan = self.plan
-        weights(state, acc_as_rows(frags.acc_S), factors.scores, plan.p_log2, not plan.has_sum_columns)
+        weights(state, acc_as_rows(frags.acc_S), factors.scores, not self.plan.has_sum_columns)
         to_operand_e4m3(frags.acc_S, frags.tOrP)
 
     def issue_values(self, atoms: Fp8Atoms, frags: Fp8Fragments, stage: Int32) -> None:
@@ -281,6 +281,8 @@ class Fp8Consumer(Consumer):
             piece = frags.tOrVt[i][None, None, None, v_state.index]
             issue(atoms.mma_part, frags.acc_T[i % buffers], frags.tOrP, piece, True)
 
+        if const_expr(self.plan.has_ones_apart):
+            issue(atoms.mma_sums, frags.acc_sums, frags.tOrP, frags.tOrOnes[None, None, None, 0], True)
         for i in cutlass.range_constexpr(buffers):
             start(i)
         change = self.change_of_unit(state, value)
@@ -306,9 +308,11 @@ class Fp8Consumer(Consumer):
         width = cute.size(frags.acc_O) // self.plan.pieces
         o = cute.make_tensor(frags.acc_O.iterator + i * width, cute.make_layout(width))
         factors = (state.rescale[0], state.rescale[1])
-        if const_expr(self.plan.has_sum_columns):
+        if const_expr(self.plan.has_sum_columns and i == 0):
+            sums = frags.acc_sums if const_expr(self.plan.has_ones_apart) else part
+            first = 0 if const_expr(self.plan.has_ones_apart) else width
             for r in cutlass.range_constexpr(2):
-                state.row_sum[r] = state.row_sum[r] * factors[r] + part[width + 2 * r]
+                state.row_sum[r] = state.row_sum[r] * factors[r] + sums[first + 2 * r]
         if const_expr(change is not None):
             factor, shrink, is_small = change
             factors = (factors[0] * factor, factors[1] * factor)

@@ -5,7 +5,7 @@ from typing import Any
 from flash_hopper.device.barriers import epilogue_sync
 from flash_hopper.device.dsl import Float32, Int32, const_expr, cute, cutlass
 from flash_hopper.device.softmax import quad_reduce
-from flash_hopper.device.softmax_e4m3 import E4m3State
+from flash_hopper.device.softmax_e4m3 import P_LOG2, E4m3State
 from flash_hopper.kernels.forward.epilogue import LN2, Epilogue
 from flash_hopper.kernels.forward_fp8.args import Fp8Args
 
@@ -34,14 +34,16 @@ class Fp8Epilogue(Epilogue):
         epilogue_sync(warpgroup)
 
     @cute.jit
-    def store_lse(self, args: Fp8Args, state: E4m3State, tile: Any, first_row: Int32, lane: Int32):  # type: ignore[override]
-        """LSE = ln 2 (reference + log2(sum) - p_log2), natural log; -inf for a row without keys. One lane a row writes."""
+    def store_lse(  # type: ignore[override]
+        self, args: Fp8Args, state: E4m3State, tile: Any, head: Int32, first_row: Int32, lane: Int32
+    ) -> None:
+        """LSE = ln 2 (reference + log2(sum) - P_LOG2), natural log; -inf for a row without keys. One lane a row writes."""
         batch = self.batch
-        mLSE = args.mLSE[batch.entry(tile, args.mLSE.shape[0]), tile.head, None]
+        mLSE = args.mLSE[batch.entry(tile, args.mLSE.shape[0]), head, None]
         rows, start = batch.stored_rows(tile, args.mQ), batch.query_row(tile)
         for r in cutlass.range_constexpr(2):
             row = first_row + 8 * r
             total = state.row_sum[r]
-            lse = (state.reference[r] + cute.math.log2(total, fastmath=True) - self.plan.p_log2) * LN2
+            lse = (state.reference[r] + cute.math.log2(total, fastmath=True) - P_LOG2) * LN2
             if lane % 4 == 0 and row < rows:
                 mLSE[start + row] = cutlass.select_(total == 0.0, -Float32.inf, lse)

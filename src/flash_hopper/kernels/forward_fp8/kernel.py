@@ -32,7 +32,7 @@ from flash_hopper.kernels.forward_fp8.consumer import Fp8Consumer
 from flash_hopper.kernels.forward_fp8.producer import Fp8Producer
 from flash_hopper.kernels.forward_fp8.storage import TileLayouts, allocate, shared_struct, tile_layouts, write_ones
 from flash_hopper.kernels.schedule.kernel import ScheduleKernel
-from flash_hopper.plan.forward_fp8 import ForwardFp8Plan
+from flash_hopper.plan.forward_fp8 import SUM_COLUMNS, ForwardFp8Plan
 from flash_hopper.plan.roles import PRODUCER, SCHEDULER, WARPGROUP, forward_pipelines, roles_of
 from flash_hopper.plan.schedule import COUNTERS, is_few
 
@@ -47,8 +47,8 @@ class ForwardFp8Kernel:
 
     Consumer, per block: QK; the reference moves if a score of the warp exceeds it; PV of the block before is waited for and
     added to O in float32 (two-level accumulation); exponentials, in whose shadow that addition runs; rounding to e4m3. Row
-    sums come from PV, of columns of ones. If the registers do not hold a second sum beside S, PV comes in pieces and in
-    place of S, before the next QK. Plain accumulation leaves sums to the tensor core.
+    sums come from PV, of columns of ones. If the registers do not hold a second sum beside S, PV comes in place of S, before
+    the next QK, and in pieces if need be; then row sums are a product of their own. Plain accumulation leaves sums to the tensor core.
     """
 
     def __init__(self, plan: ForwardFp8Plan) -> None:
@@ -119,7 +119,7 @@ class ForwardFp8Kernel:
         )
 
     def tiled_mmas(self) -> tuple[cute.TiledMma, ...]:
-        """QK; the layout of O; PV of a piece, with P from registers."""
+        """QK; the layout of O; PV of a piece and row sums, with P from registers."""
         plan, dtype, k_major = self.plan, ELEMENT_TYPES[self.plan.dtype], OperandMajorMode.K
         registers = warpgroup.OperandSource.RMEM
 
@@ -127,7 +127,8 @@ class ForwardFp8Kernel:
             tile = (WG_ROWS, columns)
             return make_trivial_tiled_mma(dtype, dtype, k_major, k_major, Float32, (1, 1, 1), tile, *source)
 
-        return mma(plan.tile_n), mma(plan.tile_hdimv, registers), mma(plan.value_rows // plan.pieces, registers)
+        piece = mma(plan.value_rows // plan.pieces, registers)
+        return mma(plan.tile_n), mma(plan.tile_hdimv, registers), piece, mma(SUM_COLUMNS, registers)
 
     @cute.kernel
     def kernel(self, args: Fp8Args, atoms: Fp8Atoms, tiles: TileLayouts):

@@ -7,6 +7,7 @@
 | sQ | (64, tile_hdim) per warpgroup and Q stage | sO, if the plan says so | TMA | wgmma |
 | sK | (tile_n, tile_hdim) per K/V stage | - | TMA | wgmma |
 | sV | V^T, (tile_hdimv, tile_n) per K/V stage, and behind it 8 rows of ones if row sums come from PV | - | TMA; ones once, by all | wgmma |
+| sOnes | (8, tile_n) of ones if row sums are a product of their own | - | once, by all | wgmma |
 | sO | (64, tile_hdimv) of 16 bit per warpgroup | the tile's own Q, if the plan says so | its warpgroup (stmatrix) | TMA store |
 """
 
@@ -31,6 +32,7 @@ class TileLayouts(NamedTuple):
     v: cute.ComposedLayout  # (tile_hdimv, tile_n)
     o: cute.ComposedLayout
     v_operand: cute.ComposedLayout  # (plan.value_rows, tile_n)
+    ones: cute.ComposedLayout  # (SUM_COLUMNS, tile_n)
 
 
 class Fp8SharedTensors(NamedTuple):
@@ -41,6 +43,7 @@ class Fp8SharedTensors(NamedTuple):
     sV: cute.Tensor  # (tile_hdimv, tile_n, stage)
     sO: cute.Tensor  # (64, tile_hdimv, warpgroup)
     sV_operand: cute.Tensor  # (plan.value_rows, tile_n, stage), the same memory as sV
+    sOnes: cute.Tensor | None  # (SUM_COLUMNS, tile_n, 1)
 
 
 def tile_layouts(plan: ForwardFp8Plan) -> TileLayouts:
@@ -54,6 +57,7 @@ def tile_layouts(plan: ForwardFp8Plan) -> TileLayouts:
         v=tile_layout(plan.tile_hdimv, plan.tile_n, dtype),
         o=tile_layout(WG_ROWS, plan.tile_hdimv, ELEMENT_TYPES[plan.out_dtype]),
         v_operand=tile_layout(plan.value_rows, plan.tile_n, dtype),
+        ones=tile_layout(SUM_COLUMNS, plan.tile_n, dtype),
     )
 
 
@@ -92,6 +96,7 @@ def shared_struct(plan: ForwardFp8Plan) -> Any:
         sQ: align[tensor[dtype, sizes.q * wgs * plan.q_stages], SWIZZLE_ALIGN]
         sK: align[tensor[dtype, sizes.k * stages], SWIZZLE_ALIGN]
         sV: align[tensor[dtype, sizes.v * stages], SWIZZLE_ALIGN]
+        sOnes: align[tensor[dtype, SUM_COLUMNS * plan.tile_n * plan.has_ones_apart], SWIZZLE_ALIGN]
         sO: align[tensor[out_dtype, o_count], SWIZZLE_ALIGN]
 
     check_shared_memory(plan.name, Shared.size_in_bytes())
@@ -118,19 +123,23 @@ def allocate(plan: ForwardFp8Plan, struct: Any, tiles: TileLayouts) -> tuple[Any
             else tensor(storage.sO, tiles.o, wgs, sizes.o // out_bytes)
         ),
         sV_operand=tensor(storage.sV, tiles.v_operand, stages, sizes.v),
+        sOnes=tensor(storage.sOnes, tiles.ones, 1, 0) if plan.has_ones_apart else None,
     )
 
 
 @cute.jit
 def write_ones(plan: ForwardFp8Plan, storage: Any, thread: Int32) -> None:
-    """The rows behind V in every stage: all threads, before the barrier that ends the set-up."""
+    """The rows of ones, behind V in every stage or apart: all threads, before the barrier that ends the set-up."""
     words = SUM_COLUMNS * plan.tile_n // 4
-    stage_words = plan.value_rows * plan.tile_n // 4
-    layout = cute.make_layout(plan.kv_stages * stage_words)
-    memory = cute.make_tensor(cute.recast_ptr(storage.sV.data_ptr(), dtype=Int32), layout)
+    step = plan.value_rows * plan.tile_n // 4
+    first, copies = (0, 1) if plan.has_ones_apart else (step - words, plan.kv_stages)
+    buffer = storage.sOnes if plan.has_ones_apart else storage.sV
+    memory = cute.make_tensor(
+        cute.recast_ptr(buffer.data_ptr(), dtype=Int32), cute.make_layout(first + (copies - 1) * step + words)
+    )
     if thread < words:
-        for stage in range(plan.kv_stages):
-            memory[(stage + 1) * stage_words - words + thread] = Int32(ONES)
+        for copy in range(copies):
+            memory[first + copy * step + thread] = Int32(ONES)
     cute.arch.fence_proxy("async.shared", space="cta")  # these writes, before wgmma reads them
 
 
