@@ -6,9 +6,8 @@ As `tiled`, with c = |softmax_scale| log2(e) and the factors of rows i and keys 
     m' = max(m, rowmax y),   P = e4m3(2^(y - m' + 8)),   l = l 2^(m - m') + rowsum P,   O = O 2^(m - m') + P (f_j V_j)
     out = O / l,   lse = (m + log2 l - 8) ln 2
 
-The largest weight of a row is 2^8, near the largest number of e4m3. Sums are float32. Row sums are of rounded weights, as in the
-kernels of head dims of v up to 128 (the others add them before rounding). There are no gradients. `launch` calls it for
-CPU tensors; dense calls run on any device.
+The largest weight of a row is 2^8, near the largest number of e4m3. Sums are float32, row sums those of rounded weights.
+There are no gradients. `launch` calls it for CPU tensors; dense calls run on any device.
 """
 
 import math
