@@ -282,16 +282,6 @@ def flash_attn_combine(out_partial: torch.Tensor, lse_partial: torch.Tensor, **o
     raise _unsupported("flash_attn_combine", Feature.COMBINE)
 
 
-def quantize_fp8(x: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """x in e4m3 with block scales. Not supported yet: raises UnsupportedError."""
-    raise _unsupported("quantize_fp8", Feature.FP8)
-
-
-def hadamard_transform(x: torch.Tensor, **options: Any) -> torch.Tensor:
-    """The randomised Hadamard transform of the last dimension. Not supported yet: raises UnsupportedError."""
-    raise _unsupported("hadamard_transform", Feature.HADAMARD)
-
-
 def _check_packed(name: str, tensor: torch.Tensor, parts: int, rows: str) -> None:
     spec = describe(name, tensor)
     layout = f"({rows}, {parts}, heads, head_dim)"
