@@ -96,6 +96,17 @@ def test_values_of_one_sign_do_not_shrink_with_the_length(d, seqlen_k, device):
     check(out, want, EVEN)
 
 
+@pytest.mark.parametrize("d", [64, 128, 160, 192, 256])
+def test_weights_that_all_round_the_same_way_do_not_change_the_mean(d, device):
+    """All but one are 2 % below the largest, and round up to it: row sums must be of the rounded ones."""
+    q, k = torch.zeros(1, 128, 1, d, device=device), torch.zeros(1, 1024, 1, d, device=device)
+    q[..., 0] = 1.0
+    k[:, 5, :, 0] = 1.0
+    v = normal(1, 1024, 1, d, seed=2).abs() + 0.5
+    out, _, want = attend(*(coded(x, "none") for x in (q, k, v)), softmax_scale=0.02)
+    check(out, want, EVEN)
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_one_key_that_outweighs_all_others(form, device):
     q, k, v = normal(1, 256, 1, 128), normal(1, 1024, 1, 128, seed=1), normal(1, 1024, 1, 128, seed=2)

@@ -58,6 +58,17 @@ def await_empty(pipe: Any, state: Any) -> None:
     await_phase(pipe.sync_object_empty.get_barrier(state.index), state.phase)
 
 
+def await_refilled(pipe: Any, state: Any) -> None:
+    """Consumer that may have jumped over what the stage held before: until it is full with what `state` stands for.
+
+    Who did not wait for that filling cannot know whether it ever arrived, and to whom it has not, the next one seems to be there:
+    a parity tells fillings apart only from the one after. But the next filling is loaded only when this one has been freed, and the
+    barrier of the free stage cannot be two rounds ahead, as this consumer takes part in the next round.
+    """
+    pipe.sync_object_empty.wait(state.index, state.phase ^ 1)
+    pipe.consumer_wait(state)
+
+
 def skip_stage(pipe: Any, state: Any) -> Any:
     """Consumer: free the next stage unread; returns the cursor behind it.
 

@@ -35,7 +35,7 @@ from flash_hopper.launch.tensors import (
     with_plain_unit_strides,
 )
 from flash_hopper.launch.tensors import DTYPES as SHORT_DTYPES
-from flash_hopper.plan.forward_fp8 import plan_forward_fp8
+from flash_hopper.plan.forward_fp8 import ForwardFp8Plan, plan_forward_fp8
 from flash_hopper.problem.attention import AttentionOptions, AttentionProblem, attention_problem, varlen_problem
 from flash_hopper.problem.checks import check_devices
 from flash_hopper.problem.errors import UnsupportedError
@@ -177,11 +177,8 @@ def prepare_fp8(
     """
     p, places, form = checked_call(q, k, v, options, out, descales, sequences)
     facts = device_facts(q.device.index)
-    check_supported(p.features, SUPPORTED, f"the e4m3 forward kernel ({facts.name})")
-    if not isinstance(v, Fp8Values):
-        raise UnsupportedError("the e4m3 forward kernel wants v as Fp8Values: quantize_fp8(v, values=True) makes them")
     out_dtype = DEFAULT_OUT if out is None else out.dtype
-    plan = plan_forward_fp8(p, SHORT_DTYPES[out_dtype], form, "transposed")
+    plan = supported_plan(p, v, form, out_dtype, f"the e4m3 forward kernel ({facts.name})")
     is_trivial = p.has_no_output or p.has_no_keys
     ctas, section = grid_of(p, plan, facts.sm_count)
     out_shape, lse_shape = result_shapes(p)
@@ -200,6 +197,19 @@ def prepare_fp8(
         is_dynamic=plan.scheduler == "dynamic" and not plan.is_ragged,
         ragged=None if p.ragged is None else ragged_launch(p),
     )
+
+
+def supported_plan(
+    p: AttentionProblem, v: Any, form: DescaleForm, out_dtype: torch.dtype, backend: str
+) -> ForwardFp8Plan:
+    """The plan for a checked call. Raises UnsupportedError, with the backend's name, for features and forms of v that the kernel
+    lacks."""
+    check_supported(p.features, SUPPORTED, backend)
+    if not isinstance(v, Fp8Values):
+        raise UnsupportedError(
+            f"{backend} does not support: v in rows; quantize_fp8(v, values=True) gives it transposed (Fp8Values)"
+        )
+    return plan_forward_fp8(p, SHORT_DTYPES[out_dtype], form, "transposed")
 
 
 def checked_call(

@@ -22,7 +22,7 @@ from flash_hopper.device.dsl import (
 from flash_hopper.device.gemm import issue
 from flash_hopper.device.layouts import acc_as_operand_a, acc_as_rows, transposed
 from flash_hopper.device.masking import mask_columns
-from flash_hopper.device.pipelines import consumer_state, skip_stage
+from flash_hopper.device.pipelines import await_refilled, consumer_state, skip_stage
 from flash_hopper.device.registers import to_operand
 from flash_hopper.device.sequences import make_batch
 from flash_hopper.device.softmax import SoftmaxState, make_state, scale_rows, update
@@ -262,7 +262,7 @@ class Consumer:
         """A tile's first scores, not waited for. Without a tile nobody loads anything, and the product is of no use."""
         if tile.block >= 0:
             pipes.q.consumer_wait(q_state)
-            pipes.k.consumer_wait(k_state)
+            self.await_stage(pipes.k, k_state)
         q_slot = q_state.index * self.plan.consumer_warpgroups + wg
         issue(
             atoms.mma_qk, frags.acc_S, frags.tSrQ[None, None, None, q_slot],
@@ -363,7 +363,7 @@ class Consumer:
         wg: Int32,
     ) -> None:
         """Issue PV of a tile's last block."""
-        pipes.v.consumer_wait(v_state)
+        self.await_stage(pipes.v, v_state)
         issue(atoms.mma_pv, frags.acc_O, frags.tOrP, frags.tOrVt[None, None, None, v_state.index], False)
 
     @cute.jit
@@ -381,14 +381,30 @@ class Consumer:
             for _ in cutlass.range(count, unroll=1):
                 self.turns.wait(wg)
                 self.turns.pass_on(wg)
-                k_state = skip_stage(pipes.k, k_state)
-                v_state = skip_stage(pipes.v, v_state)
+                k_state = self.skip_stage(pipes.k, k_state)
+                v_state = self.skip_stage(pipes.v, v_state)
         return k_state, v_state
 
     @cute.jit
     def skip_idle(self, pipes: Pipelines, k_state: Any, v_state: Any, count: Int32, wg: Int32) -> tuple[Any, Any]:
         """Blocks of a tile in which this warpgroup has no row, behind the one that it computes."""
         return self.skip(pipes, k_state, v_state, count, wg)
+
+    def skip_stage(self, pipe: Any, state: Any) -> Any:
+        """Free the next stage unread, not before it is full; the cursor behind it."""
+        if not self.plan.frees_unseen:
+            return skip_stage(pipe, state)
+        self.await_stage(pipe, state)
+        pipe.consumer_release(state)
+        state.advance()
+        return state
+
+    def await_stage(self, pipe: Any, state: Any) -> None:
+        """Until a stage of K or V is full."""
+        if self.plan.frees_unseen:
+            await_refilled(pipe, state)
+        else:
+            pipe.consumer_wait(state)
 
     @cute.jit
     def skip_turns(self, count: Int32, wg: Int32) -> None:
@@ -415,13 +431,13 @@ class Consumer:
         ends: Constexpr[Ends],
     ) -> tuple[Any, Any]:
         """Steady state: scores of `n_block`, and PV of the block before it, whose P is in registers."""
-        pipes.k.consumer_wait(k_state)
+        self.await_stage(pipes.k, k_state)
         self.turns.wait(wg)
         issue(
             atoms.mma_qk, frags.acc_S, frags.tSrQ[None, None, None, q_slot],
             frags.tSrK[None, None, None, k_state.index], True,
         )  # fmt: skip
-        pipes.v.consumer_wait(v_state)
+        self.await_stage(pipes.v, v_state)
         issue(atoms.mma_pv, frags.acc_O, frags.tOrP, frags.tOrVt[None, None, None, v_state.index], False)
         self.turns.pass_on(wg)
         warpgroup.wait_group(1)  # QK done, PV may still run

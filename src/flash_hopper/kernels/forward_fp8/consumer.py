@@ -161,13 +161,13 @@ class Fp8Consumer(Consumer):
         if const_expr(not self.plan.overlaps):  # of the block before
             pipes.v.consumer_release(v_state)
             v_state.advance()
-        pipes.k.consumer_wait(k_state)
+        self.await_stage(pipes.k, k_state)
         issue(
             atoms.mma_qk, frags.acc_S, frags.tSrQ[None, None, None, q_slot],
             frags.tSrK[None, None, None, k_state.index], True,
         )  # fmt: skip
         if const_expr(self.plan.overlaps):
-            pipes.v.consumer_wait(v_state)
+            self.await_stage(pipes.v, v_state)
             self.issue_values(atoms, frags, v_state.index)
         if const_expr(self.plan.overlaps):
             warpgroup.wait_group(1)  # QK done, PV may still run
@@ -206,7 +206,7 @@ class Fp8Consumer(Consumer):
                 pipes.v.consumer_release(v_state)
                 v_state.advance()
                 k_state = skip_stage(pipes.k, k_state)
-                pipes.v.consumer_wait(v_state)
+                self.await_stage(pipes.v, v_state)
         return k_state, v_state
 
     @cute.jit
@@ -225,7 +225,7 @@ class Fp8Consumer(Consumer):
         if const_expr(self.plan.overlaps):
             if const_expr(self.descales.has_units):
                 state.units[LAST] = self.descales.of_values(args, part.scales, part.blocks.start)
-            pipes.v.consumer_wait(v_state)
+            self.await_stage(pipes.v, v_state)
             self.issue_values(atoms, frags, v_state.index)
 
     @cute.jit
@@ -275,7 +275,7 @@ class Fp8Consumer(Consumer):
     ) -> None:
         """PV of a block, piece by piece, added to O; the next piece is computed while one is added."""
         pieces, buffers = self.plan.pieces, len(frags.acc_T)
-        pipes.v.consumer_wait(v_state)
+        self.await_stage(pipes.v, v_state)
 
         def start(i: int) -> None:
             piece = frags.tOrVt[i][None, None, None, v_state.index]
