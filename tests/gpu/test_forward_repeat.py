@@ -52,6 +52,35 @@ def test_calls_that_follow_each_other_at_once_give_the_same_bits(case, device):
         assert all(torch.equal(a, b) for results in burst for a, b in zip(results, first, strict=True))
 
 
+# warpgroups of these jump over blocks that others compute: every tile that does so, tiles that differ in how far
+JUMPING = [
+    Case(DType.BF16, 1, 16, 4, length, length, d, d, left=left, right=0)
+    for d, lengths in ((64, (1000, 4300)), (96, (1000, 2500)), (128, (1100, 2496, 2500, 2688, 4300)))
+    for length in lengths
+    for left in (None, 700)
+]
+
+
+@pytest.mark.parametrize("case", JUMPING, ids=str)
+def test_thousands_of_calls_at_once_whose_warpgroups_jump_over_blocks_give_the_same_bits(case, device):
+    """Of 17,000 calls with three stages 10 were wrong while nobody made sure that what was jumped over had arrived."""
+    inputs = make_inputs(case, device)
+
+    def call():
+        window = (case.left, case.right)
+        return flash_hopper.flash_attn_func(inputs.q, inputs.k, inputs.v, window_size=window, return_lse=True)
+
+    first = call()
+    torch.cuda.synchronize(device)
+    wrong = torch.zeros((), dtype=torch.int64, device=device)
+    for _ in range(150):
+        for results in [call() for _ in range(20)]:
+            for a, b in zip(results, first, strict=True):
+                wrong += (a != b).any()
+        torch.cuda.synchronize(device)
+    assert wrong.item() == 0
+
+
 @pytest.mark.parametrize("case", CASES[::3], ids=str)
 def test_other_work_on_the_gpu_does_not_change_the_bits(case, device):
     """A matrix product on another stream takes SMs, cache and bandwidth away at random moments."""

@@ -20,7 +20,6 @@ from flash_hopper.device.dsl import (
 )
 from flash_hopper.device.gemm import issue
 from flash_hopper.device.layouts import acc_as_rows
-from flash_hopper.device.pipelines import skip_stage
 from flash_hopper.device.registers import to_operand_e4m3
 from flash_hopper.device.softmax import scale_rows
 from flash_hopper.device.softmax_e4m3 import E4m3State, advance, fold, make_state, move_reference, weights
@@ -205,7 +204,7 @@ class Fp8Consumer(Consumer):
             for _ in cutlass.range(count, unroll=1):
                 pipes.v.consumer_release(v_state)
                 v_state.advance()
-                k_state = skip_stage(pipes.k, k_state)
+                k_state = self.skip_stage(pipes.k, k_state)
                 self.await_stage(pipes.v, v_state)
         return k_state, v_state
 
