@@ -69,6 +69,13 @@ def flash_attn_func(
     q, k and v may be jagged tensors (torch.nested, layout torch.jagged) of shape (batch, j, heads, head_dim), q and k with
     different offsets; out is then jagged like q and lse is (heads, total_q).
 
+    e4m3: with q and k in float8_e4m3fn, and v as `Fp8Values`, which `quantize_fp8(v, values=True)` makes, the call is attention of
+    codes times descales. q_descale, k_descale, v_descale: float32 on q's device, finite and above 0: None (1), one element
+    (shape () or (1,)), (batch, heads_k) for each batch entry and key head, of q too, or a factor for each 128 rows, (batch, heads of
+    the tensor, ceil(seqlen / 128)). Values are not read back, and not checked. Head dims are multiples of 16; out is
+    bfloat16, or float16 if the given one is. Such a call has no gradient and is no operator. Descales of tensors that are not e4m3
+    are refused. Source: chapter 6 of the specification.
+
     Differentiable once, through out and lse, in those of q, k and v that require grad. Under torch.autocast float32
     tensors are cast to its dtype. torch.compile, torch.export and dispatch modes meet the call as the operator
     `flash_hopper::forward`, whose gradient is `flash_hopper::backward`.
@@ -148,6 +155,9 @@ def flash_attn_varlen_func(
     max_seqlen_*: an int, a numpy integer, a tensor of one integer, or None; a hint for the choice of tiles, which
     need not be right. A tensor on a GPU is not read. page_table: not supported yet. Other options as in
     `flash_attn_func`; out like q with head_dim_v.
+
+    e4m3 as in `flash_attn_func`, batch standing for sequences. Descales of 128 rows of packed tensors: (heads of the tensor, total // 128 +
+    sequences + 1), block j of sequence b in column cu_seqlens[b] // 128 + b + j; other columns are not read.
 
     Returns out like q with head_dim_v, or (out, lse) with lse (heads, total_q), or (batch, heads, seqlen_q) for padded q;
     differentiable in q, k and v. Raises as `flash_attn_func`, and on the CPU ArgumentError for lengths that do not fit.
@@ -280,16 +290,6 @@ def get_scheduler_metadata(*args: Any, **options: Any) -> torch.Tensor:
 def flash_attn_combine(out_partial: torch.Tensor, lse_partial: torch.Tensor, **options: Any) -> AttentionResult:
     """Merge partial results over splits of the keys. Not supported yet: raises UnsupportedError."""
     raise _unsupported("flash_attn_combine", Feature.COMBINE)
-
-
-def quantize_fp8(x: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """x in e4m3 with block scales. Not supported yet: raises UnsupportedError."""
-    raise _unsupported("quantize_fp8", Feature.FP8)
-
-
-def hadamard_transform(x: torch.Tensor, **options: Any) -> torch.Tensor:
-    """The randomised Hadamard transform of the last dimension. Not supported yet: raises UnsupportedError."""
-    raise _unsupported("hadamard_transform", Feature.HADAMARD)
 
 
 def _check_packed(name: str, tensor: torch.Tensor, parts: int, rows: str) -> None:

@@ -19,6 +19,7 @@ from flash_hopper.launch import ops
 from flash_hopper.launch.attention import Prepared, check_differentiable, gradients, prepare_call, seen_call
 from flash_hopper.launch.backward import Gradients
 from flash_hopper.launch.forward import Result
+from flash_hopper.launch.fp8 import fp8_attention, is_fp8
 from flash_hopper.launch.jagged import JaggedCall, is_jagged
 from flash_hopper.launch.route import (
     as_plain,
@@ -48,6 +49,8 @@ def differentiable_attention(
 
     `options` holds the fields of `AttentionOptions` in order. A call that the backward could not follow is refused here.
     """
+    if is_fp8(q):
+        return fp8_attention(q, k, v, out, options, sequences)
     if (
         is_dynamo_compiling()
         or not (type(q) is type(k) is type(v) is Tensor and (out is None or type(out) is Tensor))

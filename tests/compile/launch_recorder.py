@@ -206,7 +206,7 @@ class _DlManagedTensor(ctypes.Structure):
     _fields_ = [("tensor", _DlTensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p)]
 
 
-_CODES = {"bf16": (4, 16), "fp16": (2, 16), "fp32": (2, 32), "int32": (0, 32)}
+_CODES = {"bf16": (4, 16), "fp16": (2, 16), "fp32": (2, 32), "int32": (0, 32), "e4m3": (10, 8)}
 _CUDA = 2
 
 

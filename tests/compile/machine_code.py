@@ -64,7 +64,7 @@ def matrix_loops(lines: list[Line]) -> list[dict[str, int]]:
     for i, line in enumerate(lines):
         if (branch := BRANCH.search(line.text)) and (start := int(branch[1], 16)) <= line.at:
             body = [other for other in lines[: i + 1] if other.at >= start]
-            if any("HGMMA" in one.text for one in body) and not any("EXIT" in one.text for one in body):
+            if any("GMMA." in one.text for one in body) and not any("EXIT" in one.text for one in body):
                 found.append(body)
     inner = [body for body in found if not any(_is_within(other, body) for other in found if other is not body)]
     return [count(body) for body in sorted(inner, key=lambda body: body[0].at)]

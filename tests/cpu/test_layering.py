@@ -30,14 +30,15 @@ RANKS = {
     "launch": 7,
     "autograd": 8,
     "api": 9,
-    "__init__": 10,
-    "testing": 11,
-    "compat": 12,
-    "integrations": 12,
-    "cli": 12,
-    "__main__": 13,
+    "fp8": 10,
+    "__init__": 11,
+    "testing": 12,
+    "compat": 13,
+    "integrations": 13,
+    "cli": 13,
+    "__main__": 14,
 }
-TORCH_ROOMS = {"reference", "launch", "autograd", "api", "testing", "compat", "integrations", "cli"}
+TORCH_ROOMS = {"reference", "launch", "autograd", "api", "fp8", "testing", "compat", "integrations", "cli"}
 # Outside packages: rooms or modules that may import them. Anything else is the standard library.
 OUTSIDE = {
     "torch": TORCH_ROOMS,

@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from flash_hopper.problem.errors import ArgumentError, DeviceError
 
 if TYPE_CHECKING:
+    from flash_hopper.compile.key import Plan
     from flash_hopper.testing.bench_rows import BenchRow, Summary
     from flash_hopper.testing.bench_run import Settings
     from flash_hopper.testing.bench_suites import BenchShape, Selection
@@ -24,20 +25,21 @@ MASKS = {"both": None, "full": False, "causal": True}
 
 
 def bench(
-    suite: Annotated[str, typer.Option(help="paper, train, host, cold or ragged.")] = "paper",
+    suite: Annotated[str, typer.Option(help="paper, train, host, cold, ragged, fp8 or fp8-accuracy.")] = "paper",
     direction: Annotated[
         str | None, typer.Option(help="forward, backward or both; by default both for train and ragged, else forward.")
     ] = None,
     providers: Annotated[
         str | None,
         typer.Option(
-            help="Of ours, ours-out (forward), ours-det (backward), sdpa-flash, sdpa-cudnn, fa3, fa4; by default all that fit."
+            help="Of ours, ours-out (forward), ours-det (backward), sdpa-flash, sdpa-cudnn, fa3, fa4; ours-block, ours-rows, "
+            "ours-bf16, ours-rotary, ours-values, copy (fp8); by default all that fit."
         ),
     ] = None,
     protocol: Annotated[
         str | None,
         typer.Option(
-            help="Of burst, steady, graph (paper, train, ragged); host-idle, host-busy; cold-import, cold-call."
+            help="Of burst, steady, graph (paper, train, ragged, fp8); host-idle, host-busy; cold-import, cold-call."
         ),
     ] = None,
     dtype: Annotated[str, typer.Option(help="bf16 or fp16.")] = "bf16",
@@ -66,6 +68,9 @@ def bench(
     console = Console()
     if tables is not None:
         _fill_tables(tables, console)
+        return
+    if suite == "fp8-accuracy":
+        _accuracy(_names(dims), _names(seqlens), json, plot, from_json, pack, commit, console)
         return
     if from_json is not None:
         from flash_hopper.testing.bench_rows import read_rows
@@ -101,14 +106,52 @@ def bench(
 
 def _build_pack(shapes: "Sequence[BenchShape]", out: Path, console: Console) -> None:
     """The kernels that ours needs for the shapes, in one library."""
-    from flash_hopper.compile.pack import build_pack
     from flash_hopper.testing.bench_plans import plans_of
 
-    plans = plans_of(shapes)
+    _pack(plans_of(shapes), out, console)
+
+
+def _pack(plans: "Sequence[Plan]", out: Path, console: Console) -> None:
+    from flash_hopper.compile.pack import build_pack
+
     with Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), console=console) as progress:
         task = progress.add_task("compiling", total=len(plans))
         build_pack(plans, out, None, lambda name, done, _: progress.update(task, completed=done, description=name))
     console.print(f"{len(plans)} kernels: {out}. Serve them with FLASH_HOPPER_PACK={out.resolve()}", soft_wrap=True)
+
+
+def _accuracy(
+    dims: Sequence[str], seqlens: Sequence[str], json: Path | None, plot: Path | None, from_json: Path | None,
+    pack: Path | None, commit: str | None, console: Console,
+) -> None:  # fmt: skip
+    """The fp8-accuracy suite: errors instead of times."""
+    from flash_hopper.testing import fp8_accuracy
+    from flash_hopper.testing.environment import environment
+
+    if pack is not None:
+        _pack(fp8_accuracy.plans_of(), pack, console)
+        return
+    if from_json is not None:
+        env, rows = fp8_accuracy.read_rows(from_json)
+    else:
+        _require_hopper()
+        env, rows = environment(commit), []
+        chosen = [_length(text) for text in dims] or fp8_accuracy.OUTLIER_DIMS
+        for row in fp8_accuracy.measure("cuda", chosen, [_length(text) for text in seqlens] or None):
+            rows.append(row)
+            errors = row.error or f"rmse {row.rmse:.3e}, relative {row.relative:.3%}"
+            console.print(
+                f"{row.experiment:8} d{row.d} {row.seqlen_k:6} {row.provider}, {row.form}: {escape(errors)}",
+                soft_wrap=True,
+            )
+            if json is not None:
+                fp8_accuracy.write_rows(json, env, rows)
+    console.print(fp8_accuracy.render(rows), soft_wrap=True, markup=False, highlight=False)
+    if plot is not None:
+        from flash_hopper.testing.plots import plot_accuracy
+
+        plot_accuracy(env, rows, plot)
+        console.print(f"figure: {plot}")
 
 
 def _measure_all(
@@ -246,12 +289,11 @@ def _selection(dtype: str, dims: str | None, seqlens: str | None, mask: str, cel
 
 
 def _check_providers(names: Sequence[str]) -> None:
-    from flash_hopper.testing.providers import MAKERS
+    from flash_hopper.testing.providers import NAMES
 
-    known = list(dict.fromkeys(name for makers in MAKERS.values() for name in makers))
-    unknown = [name for name in names if name not in known]
+    unknown = [name for name in names if name not in NAMES]
     if unknown:
-        raise ArgumentError(f"providers must be of {', '.join(known)}, got {', '.join(unknown)}")
+        raise ArgumentError(f"providers must be of {', '.join(NAMES)}, got {', '.join(unknown)}")
 
 
 def _require_hopper() -> None:

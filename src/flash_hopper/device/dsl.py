@@ -8,7 +8,7 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
-from cutlass import BFloat16, Boolean, Constexpr, Float16, Float32, Int32, Int64, const_expr
+from cutlass import BFloat16, Boolean, Constexpr, Float8E4M3FN, Float16, Float32, Int32, Int64, const_expr
 from cutlass._mlir.dialects import llvm
 from cutlass._mlir.extras import types as mlir_types
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
@@ -19,13 +19,14 @@ from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 
 from flash_hopper.problem.dtypes import DType
 
-ELEMENT_TYPES = {DType.BF16: BFloat16, DType.FP16: Float16}
+ELEMENT_TYPES = {DType.BF16: BFloat16, DType.FP16: Float16, DType.E4M3: Float8E4M3FN}
 
 __all__ = [
     "ELEMENT_TYPES",
     "BFloat16",
     "Boolean",
     "Constexpr",
+    "Float8E4M3FN",
     "Float16",
     "Float32",
     "Int32",

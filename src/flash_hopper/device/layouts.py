@@ -39,11 +39,12 @@ def acc_as_operand_a(layout: cute.Layout) -> cute.Layout:
 
 
 def tile_layout(rows: int, cols: int, dtype: Any) -> cute.ComposedLayout:
-    """Swizzled shared-memory layout of a (rows, cols) 16-bit tile whose columns are contiguous; cols % 32 == 0.
-
-    The widest swizzle that divides a row: 128 bytes for cols % 64 == 0, else 64 bytes.
+    """Swizzled shared-memory layout of a (rows, cols) tile of 16 or 8 bit whose columns are contiguous; a row is a multiple of
+    32 bytes. The widest swizzle that divides a row: 128, 64 or 32 bytes.
     """
-    kind = warpgroup.SmemLayoutAtomKind.K_SW128 if cols % 64 == 0 else warpgroup.SmemLayoutAtomKind.K_SW64
+    kinds = warpgroup.SmemLayoutAtomKind
+    row_bytes = cols * dtype.width // 8
+    kind = kinds.K_SW128 if row_bytes % 128 == 0 else kinds.K_SW64 if row_bytes % 64 == 0 else kinds.K_SW32
     return cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, dtype), (rows, cols), (0, 1))
 
 

@@ -15,15 +15,15 @@ def size() -> Any:
     return cute.sym_int32()
 
 
-def head_dim_size() -> Any:
-    """A head dim: a multiple of 8."""
-    return cute.sym_int32(divisibility=8)
+def head_dim_size(multiple: int = 8) -> Any:
+    """A head dim."""
+    return cute.sym_int32(divisibility=multiple)
 
 
 def heads_tensor(dtype: Any, *shape: Any) -> Any:
-    """(batch, seqlen, heads, head_dim), or (rows, heads, head_dim) of a ragged batch, of 16 bit, as TMA wants it: last stride
-    1, others multiples of 8 elements, address a multiple of 16 bytes."""
-    strides = (*(cute.sym_int64(divisibility=8) for _ in shape[1:]), 1)
+    """(batch, seqlen, heads, head_dim), or (rows, heads, head_dim) of a ragged batch, of 16 or 8 bit, as TMA wants it: last
+    stride 1, others and the address multiples of 16 bytes."""
+    strides = (*(cute.sym_int64(divisibility=128 // dtype.width) for _ in shape[1:]), 1)
     return make_fake_tensor(dtype, shape, strides, assumed_align=16)
 
 

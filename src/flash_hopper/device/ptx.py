@@ -41,6 +41,23 @@ def multiply_rounded(a: Float32, b: Float32, *, loc: Any = None, ip: Any = None)
 
 
 @dsl_user_op
+def copy_async_16(dst: Any, src: Any, size: Int32, *, loc: Any = None, ip: Any = None) -> None:
+    """cp.async.cg.shared.global: 16 bytes to shared memory at `dst`, the first `size` of them from global memory at `src`, the others
+    zeros. Both 16-byte aligned; nothing is read where the size is 0. Part of the thread's group that is committed next."""
+    llvm.inline_asm(
+        None,
+        [x.ir_value(loc=loc, ip=ip) for x in (dst.toint(loc=loc, ip=ip), src.toint(loc=loc, ip=ip), Int32(size))],
+        "cp.async.cg.shared.global [$0], [$1], 16, $2;",
+        "r,l,r,~{memory}",
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
 def pack_16bit(lo: Float32, hi: Float32, dtype: DType, *, loc: Any = None, ip: Any = None) -> Int32:
     """cvt.rn.{bf16x2,f16x2}.f32: two floats to one register, `lo` in the low half.
 
@@ -49,6 +66,16 @@ def pack_16bit(lo: Float32, hi: Float32, dtype: DType, *, loc: Any = None, ip: A
     """
     kind = {DType.BF16: "bf16x2", DType.FP16: "f16x2"}[dtype]
     return Int32(_asm(mlir_types.i32(), f"cvt.rn.{kind}.f32 $0, $1, $2;", "=r,f,f", (hi, lo), True, loc, ip))
+
+
+@dsl_user_op
+def pack_e4m3(a: Float32, b: Float32, c: Float32, d: Float32, *, loc: Any = None, ip: Any = None) -> Int32:
+    """cvt.rn.satfinite.e4m3x2.f32, twice: four floats to one register, `a` in the lowest byte. Volatile, as `pack_16bit`."""
+    text = (
+        "{ .reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, $2, $1; cvt.rn.satfinite.e4m3x2.f32 hi, $4, $3; "
+        "mov.b32 $0, {lo, hi}; }"
+    )
+    return Int32(_asm(mlir_types.i32(), text, "=r,f,f,f,f", (a, b, c, d), True, loc, ip))
 
 
 @dsl_user_op

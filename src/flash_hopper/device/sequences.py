@@ -169,8 +169,10 @@ class RaggedBatch:
         return tuple(None if t is None else self._batch(t, entry, ragged.sequences) for t, entry in pairs)
 
     def _batch(self, t: cute.Tensor, entry: Int64, sequences: Int32) -> cute.Tensor:
-        if t.element_type.width == 16:
-            entry = cute.assume(entry, divby=8)  # else rows would not be read 16 bytes at a time
+        if t.element_type.width < 32:
+            entry = cute.assume(
+                entry, divby=128 // t.element_type.width
+            )  # else rows would not be read 16 bytes at a time
         layout = cute.make_layout((sequences + 1, *t.shape), stride=(entry, *t.stride))
         return cute.make_tensor(t.iterator, layout)
 

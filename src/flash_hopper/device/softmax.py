@@ -37,7 +37,7 @@ def quad_reduce(x: Float32, f: object) -> Float32:
     return x
 
 
-def _row_max(rows: cute.Tensor, r: int, start: Float32) -> Float32:
+def row_maximum(rows: cute.Tensor, r: int, start: Float32) -> Float32:
     """max(start, the whole row): two chains, then the quad."""
     a, b = start, rows[r, 0]
     n = cute.size(rows, mode=[1])
@@ -48,7 +48,7 @@ def _row_max(rows: cute.Tensor, r: int, start: Float32) -> Float32:
     return quad_reduce(cute.arch.fmax(a, b), cute.arch.fmax)
 
 
-def _own_max(rows: cute.Tensor, r: int, start: Float32) -> Float32:
+def own_max(rows: cute.Tensor, r: int, start: Float32) -> Float32:
     """max(start, this thread's part of the row) as integers, two chains; wrong only if the result is negative."""
     n = cute.size(rows, mode=[1])
     assert n % 4 == 0 and n >= 8, f"rows of {n} elements a thread; the chains below cover multiples of 4"
@@ -70,15 +70,15 @@ def update(state: SoftmaxState, rows: cute.Tensor, scale_log2: Float32, is_first
     moves = Boolean(True)
     if const_expr(is_first):
         for r in cutlass.range_constexpr(2):
-            row_max[r] = _row_max(rows, r, -Float32.inf)
+            row_max[r] = row_maximum(rows, r, -Float32.inf)
             row_sum[r] = Float32(0.0)
     else:
-        own = [_own_max(rows, r, row_max[r]) for r in (0, 1)]
+        own = [own_max(rows, r, row_max[r]) for r in (0, 1)]
         grew = ((own[0] - row_max[0]) * scale_log2 > LAZY_LOG2) or ((own[1] - row_max[1]) * scale_log2 > LAZY_LOG2)
         moves = cute.arch.vote_any_sync(grew or sign_bit(own[0]) or sign_bit(own[1]))
         if moves:
             for r in cutlass.range_constexpr(2):
-                new_max = _row_max(rows, r, row_max[r])
+                new_max = row_maximum(rows, r, row_max[r])
                 # a row without any key so far: exp2(-inf - 0) = 0; an unchanged reference: exactly 1
                 moved = multiply_rounded(row_max[r], scale_log2) - _reference(new_max, scale_log2)
                 rescale[r] = cute.math.exp2(moved, fastmath=True)

@@ -50,7 +50,7 @@ class PreparedReference:
             result, lse = tiled.attention(q, k, v, softmax_scale=p.softmax_scale, mask=p.mask)
         else:
             result, lse = tiled.varlen_attention(
-                q, k, v, softmax_scale=p.softmax_scale, mask=p.mask, **_length_tensors(sequences)
+                q, k, v, softmax_scale=p.softmax_scale, mask=p.mask, **length_tensors(sequences)
             )
         if out is not None:
             result = out.copy_(result)
@@ -171,7 +171,7 @@ def _reference_gradients(
     if sequences is None:
         return tiled.gradients(q, k, v, out, lse, dout, dlse, softmax_scale=scale, mask=mask)
     return tiled.varlen_gradients(
-        q, k, v, out, lse, dout, dlse, softmax_scale=scale, mask=mask, **_length_tensors(sequences)
+        q, k, v, out, lse, dout, dlse, softmax_scale=scale, mask=mask, **length_tensors(sequences)
     )
 
 
@@ -216,7 +216,8 @@ def are_values(options: tuple[Any, ...]) -> bool:
     return all(value is None or isinstance(value, int | float | tuple) for value in options)
 
 
-def _length_tensors(sequences: Sequences) -> dict[str, Any]:
+def length_tensors(sequences: Sequences) -> dict[str, Any]:
+    """As the reference takes them."""
     return dict(zip(TENSORS, sequences.tensors, strict=True))
 
 

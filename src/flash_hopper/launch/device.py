@@ -51,6 +51,20 @@ def tile_counter(index: int) -> torch.Tensor:
     return counter
 
 
+_units: dict[tuple[int, int], torch.Tensor] = {}
+
+
+def unit_descale(index: int) -> torch.Tensor:
+    """A (1,) float32 that is 1, for the current stream of GPU `index`; a call that is being captured gets one of its own."""
+    if torch.cuda.is_current_stream_capturing():
+        return torch.ones(1, device=f"cuda:{index}")
+    key = (index, torch._C._cuda_getCurrentRawStream(index))
+    unit = _units.get(key)
+    if unit is None:
+        unit = _units[key] = _lasting(index, lambda: torch.ones(1, device=f"cuda:{index}"))
+    return unit
+
+
 class _Tables(threading.local):
     """The tables of one thread by GPU and stream."""
 

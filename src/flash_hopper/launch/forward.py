@@ -34,6 +34,7 @@ from flash_hopper.launch.tensors import (
     with_plain_unit_strides,
 )
 from flash_hopper.plan.forward import ForwardPlan, plan_forward
+from flash_hopper.plan.forward_fp8 import ForwardFp8Plan
 from flash_hopper.problem.attention import AttentionOptions, AttentionProblem
 from flash_hopper.problem.features import check_supported
 
@@ -159,7 +160,7 @@ def prepare(
     check_supported(p.features, SUPPORTED, f"the forward kernel ({facts.name})")
     plan = plan_forward(p)
     is_trivial = p.has_no_output or p.has_no_keys
-    ctas, section = _grid(p, plan, facts.sm_count)
+    ctas, section = grid_of(p, plan, facts.sm_count)
     _, lse_shape = result_shapes(p)
     return PreparedForward(
         kernel=None if is_trivial else get_kernel(plan),
@@ -177,7 +178,7 @@ def prepare(
     )
 
 
-def _grid(p: AttentionProblem, plan: ForwardPlan, sm_count: int) -> tuple[int, int]:
+def grid_of(p: AttentionProblem, plan: ForwardPlan | ForwardFp8Plan, sm_count: int) -> tuple[int, int]:
     """How many CTAs may run, and how many heads (of a ragged batch: rows) run side by side."""
     ctas = max(1, sm_count - p.sm_margin)
     is_uneven = plan.mask in ("causal", "local")

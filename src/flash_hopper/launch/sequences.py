@@ -149,10 +149,10 @@ def described_problem(
     given = None if out is None else describe("out", out)
     if sequences is None:
         return attention_problem(*described, dtypes=dtypes, out=given)
-    return varlen_problem(*described, dtypes=dtypes, out=given, **_specs(sequences, has_hints=has_hints))
+    return varlen_problem(*described, dtypes=dtypes, out=given, **length_specs(sequences, has_hints=has_hints))
 
 
-def _specs(sequences: Sequences, *, has_hints: bool = True) -> dict[str, Any]:
+def length_specs(sequences: Sequences, *, has_hints: bool = True) -> dict[str, Any]:
     """The bundle as keyword arguments of `varlen_problem`: descriptions of tensors, and buckets of hints if wanted.
 
     Raises DTypeError for an argument that is no tensor.

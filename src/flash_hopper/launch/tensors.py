@@ -14,6 +14,7 @@ DTYPES = {
     torch.float16: DType.FP16,
     torch.float32: DType.FP32,
     torch.float64: DType.FP64,
+    torch.float8_e4m3fn: DType.E4M3,
 }
 ALIGN_BYTES = 16  # of addresses and of every stride but the last, for TMA
 

@@ -3,7 +3,7 @@
 Whatever is rejected is rejected with the arithmetic. Sizes in bytes unless said.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from flash_hopper.plan.tables.forward import Tile
@@ -40,23 +40,46 @@ def forward_smem_bytes(
 USUAL = ((2, 2, False), (1, 2, False), (1, 2, True))
 
 
-def _layouts(tile: Tile) -> Iterator[tuple[int, int, bool]]:
+def _layouts(most: int) -> Iterator[tuple[int, int, bool]]:
     """What to try for a tile: the stages of K and V that it asks for, or fewer, before what is usual."""
-    for kv_stages in range(tile.kv_stages, 2, -1):
+    for kv_stages in range(most, 2, -1):
         yield from ((2, kv_stages, False), (2, kv_stages, True))
     yield from USUAL
 
 
 def choose_buffers(tile: Tile, hdim: int, hdimv: int, itemsize: int) -> Buffers:
     """The best layout that fits."""
+
+    def size(q_stages: int, kv_stages: int, o_aliases_q: bool) -> int:
+        return forward_smem_bytes(tile, hdim, hdimv, itemsize, q_stages, kv_stages, o_aliases_q)
+
+    return _first_that_fits(tile.kv_stages, size, f"tile {tile.m}x{tile.n} with head dims {hdim}/{hdimv}")
+
+
+def choose_fp8_buffers(
+    m: int, n: int, hdim: int, hdimv: int, behind: int, apart: int, out_itemsize: int, kv_stages: int
+) -> Buffers:
+    """The best layout that fits an e4m3 tile of m x n, whose O is wider than its Q, with so many columns of ones behind those
+    of each stage of V, or apart from them."""
+
+    def size(q_stages: int, kv_stages: int, o_aliases_q: bool) -> int:
+        q, o = m * hdim, m * hdimv * out_itemsize
+        kv = n * ((hdim + hdimv + behind) * kv_stages + apart)
+        return max(q, o) * q_stages + kv if o_aliases_q else q * q_stages + kv + o
+
+    return _first_that_fits(kv_stages, size, f"e4m3 tile {m}x{n} with head dims {hdim}/{hdimv}")
+
+
+def _first_that_fits(kv_stages: int, size_of: Callable[[int, int, bool], int], what: str) -> Buffers:
     room = SMEM_LIMIT_BYTES - SMEM_RESERVED_BYTES - SMEM_BARRIER_BYTES
     wanted = []
-    for q_stages, kv_stages, o_aliases_q in _layouts(tile):
-        size = forward_smem_bytes(tile, hdim, hdimv, itemsize, q_stages, kv_stages, o_aliases_q)
+    for layout in _layouts(kv_stages):
+        size = size_of(*layout)
         if size <= room:
-            return Buffers(q_stages, kv_stages, o_aliases_q, size)
+            return Buffers(*layout, size)
+        q_stages, kv_stages, o_aliases_q = layout
         wanted.append(f"{q_stages} Q stages, {kv_stages} K/V stages, O {'in Q' if o_aliases_q else 'apart'}: {size}")
-    raise CompileError(f"tile {tile.m}x{tile.n} with head dims {hdim}/{hdimv} needs more than {room} bytes: {wanted}")
+    raise CompileError(f"{what} needs more than {room} bytes: {wanted}")
 
 
 def check_shared_memory(name: str, size_bytes: int) -> None:

@@ -52,6 +52,11 @@ class ForwardPlan:
     kind = "forward"
 
     @property
+    def out_dtype(self) -> DType:
+        """Element type of the output."""
+        return self.dtype
+
+    @property
     def consumer_warpgroups(self) -> int:
         """Warpgroups that compute; each owns 64 query rows."""
         return self.tile_m // 64
@@ -106,8 +111,8 @@ def plan_forward(problem: AttentionProblem) -> ForwardPlan:
     """The plan for a problem. Depends on dtype, head dims, flags and, for the tile height, on the lengths."""
     hdim, hdimv = round_up(problem.head_dim, HDIM_STEP), round_up(problem.head_dim_v, HDIM_STEP)
     mask = problem.mask.simplified(problem.seqlen_q, problem.seqlen_k)
-    rows, is_ragged = _longest_rows(problem), problem.ragged is not None
-    tile = choose_tile(hdim, hdimv, mask.kind, _visited_rows(rows, mask), is_ragged)
+    rows, is_ragged = longest_rows(problem), problem.ragged is not None
+    tile = choose_tile(hdim, hdimv, mask.kind, visited_rows(rows, mask), is_ragged)
     buffers = choose_buffers(tile, hdim, hdimv, problem.dtype.itemsize)
     return ForwardPlan(
         dtype=problem.dtype,
@@ -128,7 +133,7 @@ def plan_forward(problem: AttentionProblem) -> ForwardPlan:
     )
 
 
-def _longest_rows(problem: AttentionProblem) -> int:
+def longest_rows(problem: AttentionProblem) -> int:
     """The query length by which a tile is chosen: of a ragged batch the longest sequence as far as the caller says, in powers of two
     so that few hints are told apart, or the mean."""
     ragged = problem.ragged
@@ -138,7 +143,7 @@ def _longest_rows(problem: AttentionProblem) -> int:
     return ceil_div(ragged.rows_q, max(problem.batch, 1)) if hint is None else 1 << max(hint - 1, 0).bit_length()
 
 
-def _visited_rows(rows: int, mask: Mask) -> int:
+def visited_rows(rows: int, mask: Mask) -> int:
     """The same, or how far a window reaches if that is less."""
     if mask.chunk:
         return min(rows, mask.chunk)

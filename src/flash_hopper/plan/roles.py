@@ -9,6 +9,7 @@ from typing import Protocol
 
 from flash_hopper.plan.backward import BackwardDkdvPlan, BackwardDqPlan
 from flash_hopper.plan.forward import ForwardPlan
+from flash_hopper.plan.forward_fp8 import ForwardFp8Plan
 from flash_hopper.problem.errors import CompileError
 
 WARP = 32
@@ -18,9 +19,9 @@ STATISTIC_BYTES = 4  # LSE or D of one row
 PRODUCER, SCHEDULER = 0, 1  # warps of the first warpgroup
 TILE_SLOTS = 2  # tiles that may be posted and not read by everybody
 # (producer, consumer) registers a thread by number of consumer warpgroups, steps of 8. A producer with 24 spills in
-# the causal forward at head dim 224; the key-parallel backward needs every register in its consumers.
+# the causal forward at head dim 224; some kernels need every register in their consumers.
 REGISTERS = {1: (56, 256), 2: (40, 232), 3: (32, 160), 4: (32, 112)}
-KEY_PARALLEL_REGISTERS = {2: (24, 240)}
+TIGHT_REGISTERS = {2: (24, 240)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +67,17 @@ class HasConsumers(Protocol):
 
 def roles_of(plan: HasConsumers) -> Roles:
     """Roles of a plan's kernel, checked."""
-    table = KEY_PARALLEL_REGISTERS if isinstance(plan, BackwardDkdvPlan) and not _has_room(plan) else REGISTERS
+    table = TIGHT_REGISTERS if _is_tight(plan) else REGISTERS
     roles = Roles(plan.consumer_warpgroups, *table[plan.consumer_warpgroups])
     roles.check_registers()
     return roles
 
 
-def _has_room(plan: BackwardDkdvPlan) -> bool:
-    """True if the consumers of a key-parallel kernel can do with fewer registers, and its producer needs more."""
-    return plan.splits_roles and plan.is_ragged
+def _is_tight(plan: HasConsumers) -> bool:
+    """True if the consumers need every register, and the producer can do with few."""
+    if isinstance(plan, BackwardDkdvPlan):
+        return not (plan.splits_roles and plan.is_ragged)
+    return isinstance(plan, ForwardFp8Plan) and plan.is_tight
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +90,7 @@ class PipelineSpec:
     tx_bytes: int
 
 
-def forward_pipelines(plan: ForwardPlan) -> dict[str, PipelineSpec]:
+def forward_pipelines(plan: ForwardPlan | ForwardFp8Plan) -> dict[str, PipelineSpec]:
     """The forward's pipelines by name: q, k, v, and tile, which carries coordinates instead of data."""
     warps = roles_of(plan).consumer_warps
     size = plan.dtype.itemsize

@@ -13,11 +13,12 @@ class DType(str, Enum):
     FP16 = "fp16"
     FP32 = "fp32"
     FP64 = "fp64"
+    E4M3 = "e4m3"
 
     @property
     def itemsize(self) -> int:
         """Bytes per element."""
-        return {DType.BF16: 2, DType.FP16: 2, DType.FP32: 4, DType.FP64: 8}[self]
+        return {DType.E4M3: 1, DType.BF16: 2, DType.FP16: 2, DType.FP32: 4, DType.FP64: 8}[self]
 
     def __str__(self) -> str:
         return self.value

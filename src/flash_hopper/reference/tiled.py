@@ -21,13 +21,21 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from flash_hopper.geometry.arith import ceil_div
-from flash_hopper.geometry.blocks import key_blocks
-from flash_hopper.geometry.masks import UNBOUNDED, Lengths, MaskBounds, visible_keys
+from flash_hopper.geometry.masks import Lengths
 from flash_hopper.problem.dtypes import DType
 from flash_hopper.problem.features import Feature
 from flash_hopper.problem.mask import FULL, Mask
 from flash_hopper.reference.spans import Sequence, sequences
+from flash_hopper.reference.tiles import (
+    Step,
+    grouped,
+    key_rows,
+    query_rows,
+    scores_of,
+    steps,
+    times,
+    transposed_times,
+)
 
 DTYPES = (DType.BF16, DType.FP16, DType.FP32, DType.FP64)
 """Element types that this backend computes."""
@@ -124,6 +132,10 @@ class _Settings(NamedTuple):
     def scale_log2(self) -> float:
         # with a zero scale the scores are zero already, and any positive factor keeps -inf * c defined
         return abs(self.softmax_scale) * math.log2(math.e) or 1.0
+
+    def steps(self, lengths: Lengths, device: torch.device) -> Iterator[tuple[slice, Iterator[Step]]]:
+        """Blocks of rows, with those of the keys that they see."""
+        return steps(lengths, self.mask, self.tile_m, self.tile_n, device)
 
 
 class _TiledAttention(torch.autograd.Function):
@@ -244,12 +256,12 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, settings: _Settings) -> tuple[Tens
     lse = q.new_full((batch, heads, seqlen_q), -torch.inf, dtype=wide)
     if seqlen_k == 0 or batch * heads == 0:
         return out, lse
-    rows_q, keys, values = _query_rows(q, heads_k, wide), _key_rows(k, wide), _key_rows(v, wide)
-    out_rows, lse_rows = _grouped(out, heads_k), torch.unflatten(lse, 1, (heads_k, -1))
-    for rows, steps in _steps(Lengths(seqlen_q, seqlen_k), settings, q.device):
+    rows_q, keys, values = query_rows(q, heads_k, wide), key_rows(k, wide), key_rows(v, wide)
+    out_rows, lse_rows = grouped(out, heads_k), torch.unflatten(lse, 1, (heads_k, -1))
+    for rows, key_steps in settings.steps(Lengths(seqlen_q, seqlen_k), q.device):
         tile, state = rows_q[:, :, :, rows], None
-        for cols, hidden in steps:
-            scores = _scores(tile, keys[:, :, cols], settings.sign)
+        for cols, hidden in key_steps:
+            scores = scores_of(tile, keys[:, :, cols], settings.sign)
             state = _online_softmax_step(state, scores, hidden, values[:, :, cols], settings.scale_log2, q.dtype)
         assert state is not None, f"no key block for rows {rows}"
         blind = state.total == 0
@@ -287,7 +299,7 @@ def _online_softmax_step(
     weights = torch.exp2((scores - top.unsqueeze(-1)) * scale_log2)
     if hidden is not None:
         weights = weights.masked_fill(hidden, 0.0)
-    total, acc = weights.sum(dim=-1), _times(_rounded(weights, dtype), values)
+    total, acc = weights.sum(dim=-1), times(_rounded(weights, dtype), values)
     if state is not None:
         rescale = torch.exp2((state.top - top) * scale_log2)
         total, acc = total + state.total * rescale, acc + state.acc * rescale.unsqueeze(-1)
@@ -309,10 +321,10 @@ def _backward(
     wide = _accumulator_dtype(q.dtype)
     if q.numel() == 0 or k.numel() == 0:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    rows_q, keys, values = _query_rows(q, heads_k, wide), _key_rows(k, wide), _key_rows(v, wide)
+    rows_q, keys, values = query_rows(q, heads_k, wide), key_rows(k, wide), key_rows(v, wide)
     d_out = torch.zeros_like(out) if d_out is None else d_out
-    d_rows = _query_rows(d_out, heads_k, wide)
-    dots = (d_rows * _query_rows(out, heads_k, wide)).sum(dim=-1)
+    d_rows = query_rows(d_out, heads_k, wide)
+    dots = (d_rows * query_rows(out, heads_k, wide)).sum(dim=-1)
     lse_rows = torch.unflatten(lse, 1, (heads_k, -1))
     if d_lse is not None:
         dots = dots - torch.unflatten(d_lse.to(wide), 1, (heads_k, -1))
@@ -320,18 +332,18 @@ def _backward(
     # a row without keys gets P = 0 and no gradient, whatever comes back through its lse
     dots, lse_log2 = dots.masked_fill(blind, 0.0), lse_rows.masked_fill(blind, torch.inf) * math.log2(math.e)
     dq, dk, dv = torch.zeros_like(rows_q), torch.zeros_like(keys), torch.zeros_like(values)
-    for rows, steps in _steps(Lengths(seqlen_q, seqlen_k), settings, q.device):
+    for rows, key_steps in settings.steps(Lengths(seqlen_q, seqlen_k), q.device):
         tile, d_tile = rows_q[:, :, :, rows], d_rows[:, :, :, rows]
-        for cols, hidden in steps:
-            scores = _scores(tile, keys[:, :, cols], settings.sign)
+        for cols, hidden in key_steps:
+            scores = scores_of(tile, keys[:, :, cols], settings.sign)
             weights = torch.exp2(scores * settings.scale_log2 - lse_log2[:, :, :, rows].unsqueeze(-1))
             if hidden is not None:
                 weights = weights.masked_fill(hidden, 0.0)
-            d_weights = _scores(d_tile, values[:, :, cols], 1.0)
+            d_weights = scores_of(d_tile, values[:, :, cols], 1.0)
             d_scores = _rounded(weights * (d_weights - dots[:, :, :, rows].unsqueeze(-1)), q.dtype)
-            dv[:, :, cols] += _transposed_times(_rounded(weights, q.dtype), d_tile)
-            dq[:, :, :, rows] += _times(d_scores, keys[:, :, cols])
-            dk[:, :, cols] += _transposed_times(d_scores, tile)
+            dv[:, :, cols] += transposed_times(_rounded(weights, q.dtype), d_tile)
+            dq[:, :, :, rows] += times(d_scores, keys[:, :, cols])
+            dk[:, :, cols] += transposed_times(d_scores, tile)
     scale = settings.softmax_scale
     d_query = (dq * scale).flatten(1, 2).transpose(1, 2)
     return d_query.to(q.dtype), (dk * scale).transpose(1, 2).to(k.dtype), dv.transpose(1, 2).to(v.dtype)
@@ -344,77 +356,3 @@ def _accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
 def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     """x with the precision of `dtype`, kept in its own."""
     return x.to(dtype).to(x.dtype)
-
-
-def _grouped(x: Tensor, heads_k: int) -> Tensor:
-    """A view of x (b, seqlen_q, heads, d) as (b, heads_k, group, seqlen_q, d)."""
-    return torch.unflatten(x.transpose(1, 2), 1, (heads_k, -1))
-
-
-def _query_rows(x: Tensor, heads_k: int, dtype: torch.dtype) -> Tensor:
-    return _grouped(x, heads_k).to(dtype, memory_format=torch.contiguous_format)
-
-
-def _key_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x (b, seqlen_k, heads_k, d) as (b, heads_k, seqlen_k, d)."""
-    return x.transpose(1, 2).to(dtype, memory_format=torch.contiguous_format)
-
-
-def _block(index: int, size: int, length: int) -> slice:
-    return slice(index * size, min((index + 1) * size, length))
-
-
-def _scores(rows: Tensor, keys: Tensor, sign: float) -> Tensor:
-    """(b, hk, group, rows, d) x (b, hk, keys, d) -> (b, hk, group, rows, keys), all heads of a group in one product."""
-    product = torch.unflatten(rows.flatten(2, 3) @ keys.transpose(2, 3), 2, rows.shape[2:4])
-    return product if sign == 1.0 else product * sign
-
-
-def _times(weights: Tensor, keys: Tensor) -> Tensor:
-    """(b, hk, group, rows, keys) x (b, hk, keys, d) -> (b, hk, group, rows, d)."""
-    return torch.unflatten(weights.flatten(2, 3) @ keys, 2, weights.shape[2:4])
-
-
-def _transposed_times(weights: Tensor, rows: Tensor) -> Tensor:
-    """(b, hk, group, rows, keys) x (b, hk, group, rows, d) -> (b, hk, keys, d), summed over the group's heads."""
-    return weights.flatten(2, 3).transpose(2, 3) @ rows.flatten(2, 3)
-
-
-class _Step(NamedTuple):
-    """Keys `cols` of one block; `hidden` (rows, cols) is True where a row does not see a key, None if all see all."""
-
-    cols: slice
-    hidden: Tensor | None
-
-
-def _steps(lengths: Lengths, settings: _Settings, device: torch.device) -> Iterator[tuple[slice, Iterator[_Step]]]:
-    """Each block of query rows with the key blocks that it visits, in their order; for lengths.k > 0."""
-    bounds = _bounds(settings.mask.simplified(lengths.q, lengths.k))
-    for m_block in range(ceil_div(lengths.q, settings.tile_m)):
-        rows = _block(m_block, settings.tile_m, lengths.q)
-        yield rows, _key_steps(rows, lengths, settings.tile_m, settings.tile_n, bounds, device)
-
-
-def _key_steps(
-    rows: slice, lengths: Lengths, tile_m: int, tile_n: int, bounds: MaskBounds, device: torch.device
-) -> Iterator[_Step]:
-    blocks = key_blocks(rows.start, tile_m, lengths, tile_n, bounds)
-    limits = None if bounds.kind == "full" else _limits(rows, lengths, bounds, device)
-    for n_block in reversed(range(blocks.start, blocks.end)):
-        cols = _block(n_block, tile_n, lengths.k)
-        hidden = None
-        if limits is not None and not blocks.inner_start <= n_block < blocks.inner_end:
-            keys = torch.arange(cols.start, cols.stop, device=device)
-            hidden = (keys < limits[0]) | (keys >= limits[1])
-        yield _Step(cols, hidden)
-
-
-def _limits(rows: slice, lengths: Lengths, bounds: MaskBounds, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The first key that each row sees, and the first behind those: (rows, 1) each."""
-    first, end = zip(*(visible_keys(row, lengths, bounds) for row in range(rows.start, rows.stop)), strict=True)
-    return torch.tensor(first, device=device)[:, None], torch.tensor(end, device=device)[:, None]
-
-
-def _bounds(mask: Mask) -> MaskBounds:
-    left, right = (UNBOUNDED if end is None else end for end in (mask.left, mask.right))
-    return MaskBounds(mask.kind, left, right, mask.chunk)

@@ -18,6 +18,9 @@ CHECKED_ROWS = 8  # rows (or keys) of each checked (batch, head), spread over th
 SCORES_AT_ONCE = 1 << 25  # float64 elements: 256 MB
 SLACK = 4  # one rounding has a standard deviation of at most 0.29 eps
 FLOOR = 1e-5
+E4M3_ERROR = 2.0**-4 / 3**0.5  # standard deviation of a rounded weight, at most
+DEVIATIONS = 6.0
+E4M3_SUMS = 0.005  # part of a sum of amounts
 
 
 class WrongResult(Exception):
@@ -123,6 +126,16 @@ def _allowed(spread: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> to
     return SLACK * torch.finfo(dtype).eps * (spread + want.abs()) + FLOOR
 
 
+def _allowed_e4m3(spread: torch.Tensor, absolute: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
+    """The same for weights that are rounded to e4m3, each by at most 2^-4, and sums that the tensor core keeps to 14 bits."""
+    return (
+        DEVIATIONS * E4M3_ERROR * spread
+        + E4M3_SUMS * absolute
+        + torch.finfo(torch.bfloat16).eps / 2 * want.abs()
+        + FLOOR
+    )
+
+
 def _spread(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """Root of the sum of squares of the terms of left @ right."""
     return (left.square() @ right.square()).sqrt()
@@ -136,7 +149,11 @@ def _exact_out(shape: BenchShape, inputs: Inputs, sequence: int, head: int) -> C
     k, v = k[:, head_k].double(), v[:, head_k].double()
     p = _probabilities(shape, q[rows, head].double(), k, torch.tensor(rows, device=k.device), len(q))
     want = p @ v
-    return Checked("out", sequence, head, rows, want, _allowed(_spread(p, v), want, inputs.v.dtype))
+    if inputs.rounds_weights:
+        allowed = _allowed_e4m3(_spread(p, v), p @ v.abs(), want)
+    else:
+        allowed = _allowed(_spread(p, v), want, inputs.v.dtype)
+    return Checked("out", sequence, head, rows, want, allowed)
 
 
 @lru_cache(maxsize=1)  # the providers of a shape share it

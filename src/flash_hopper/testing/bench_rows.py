@@ -16,7 +16,8 @@ from flash_hopper.problem.errors import ArgumentError
 from flash_hopper.testing.bench_suites import dims_label, length_label
 
 OURS, DETERMINISTIC = "ours", "ours-det"
-OWN = (OURS, "ours-out", DETERMINISTIC)  # never a peer
+# never a peer
+OWN = (OURS, "ours-out", DETERMINISTIC, "ours-block", "ours-rows", "ours-bf16", "ours-rotary", "ours-values")
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 from flash_hopper.problem.errors import ArgumentError
 from flash_hopper.testing.bench_rows import OURS, BenchRow
-from flash_hopper.testing.bench_suites import BenchShape
+from flash_hopper.testing.bench_suites import QUANTISE, BenchShape
 from flash_hopper.testing.cold import cold_call
-from flash_hopper.testing.providers import Prepared, ProviderAbsent, WrongResult, make_inputs, prepare
+from flash_hopper.testing.providers import MAKERS, Prepared, ProviderAbsent, WrongResult, make_inputs, prepare
 from flash_hopper.testing.timing import (
     PAUSE_S,
     ROUNDS,
@@ -28,9 +28,10 @@ GPU_PROTOCOLS = ("burst", "steady", "graph")
 HOST_PROTOCOLS = ("host-idle", "host-busy")
 COLD_PROTOCOLS = ("cold-import", "cold-call")
 DEFAULT_PROTOCOLS = {
-    "paper": ("burst",), "train": ("burst",), "host": HOST_PROTOCOLS, "cold": COLD_PROTOCOLS, "ragged": ("burst",)
+    "paper": ("burst",), "train": ("burst",), "host": HOST_PROTOCOLS, "cold": COLD_PROTOCOLS, "ragged": ("burst",),
+    "fp8": ("burst",),
 }  # fmt: skip
-ALLOWED_PROTOCOLS = {**DEFAULT_PROTOCOLS, **dict.fromkeys(("paper", "train", "ragged"), GPU_PROTOCOLS)}
+ALLOWED_PROTOCOLS = {**DEFAULT_PROTOCOLS, **dict.fromkeys(("paper", "train", "ragged", "fp8"), GPU_PROTOCOLS)}
 PEERS = ("sdpa-flash", "sdpa-cudnn", "fa3", "fa4")
 
 
@@ -49,6 +50,10 @@ def default_providers(shape: BenchShape) -> tuple[str, ...]:
     """Who is measured if the caller does not say."""
     if shape.suite == "cold":
         return (OURS,)
+    if shape.direction == QUANTISE:
+        return tuple(MAKERS[QUANTISE])
+    if shape.is_fp8:
+        return (OURS, "ours-block", "ours-bf16", "fa3", "sdpa-flash", "sdpa-cudnn")
     if shape.direction == "backward":
         return (OURS, "ours-det", *PEERS)
     return (OURS, "ours-out", *PEERS) if shape.suite == "host" else (OURS, *PEERS)
@@ -141,7 +146,7 @@ def _timed_row(shape: BenchShape, provider: str, protocol: str, timing: Timing) 
         return row
     return replace(
         row,
-        tflops=round(shape.flops / timing.us * 1e-6, 2),
+        tflops=round(shape.flops / timing.us * 1e-6, 2) if shape.flops else None,
         tbps=round(shape.bytes_moved / timing.us * 1e-6, 4),
         mhz=timing.mhz,
         watt=timing.watt,

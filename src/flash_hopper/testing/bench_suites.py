@@ -40,14 +40,15 @@ ONE_LONG_OTHERS = 64
 WINDOW_SEQLEN = 16_384
 WINDOWS = (128, 1024, 4096)
 
-LATER_SUITES = ("decode", "serve", "fp8")
+LATER_SUITES = ("decode", "serve")
 DIRECTIONS = ("forward", "backward")
+QUANTISE = "quantise"  # of the fp8 suite: no attention, but q to e4m3
 BACKWARD_FLOPS = 2.5  # five products of the forward's size, of which the forward has two
 
 
 @dataclass(frozen=True, slots=True)
 class BenchShape:
-    """One attention to measure, forward or backward alone. Field names are those of the JSON rows.
+    """One attention to measure, forward or backward alone, or a quantisation. Field names are those of the JSON rows.
 
     `left`: window to the left. `lengths`: a word if the batch is packed; then `batch` is the number of its sequences, which
     have as many keys as queries, and `seqlen_q` = `seqlen_k` the length of the longest.
@@ -74,6 +75,11 @@ class BenchShape:
         lengths += f" {self.lengths}" if self.lengths else ""
         lengths += f" w{self.left}" if self.left is not None else ""
         return f"{self.dtype} d{dims_label(self.d, self.dv)} {mask} s{lengths} b{self.batch} {heads} {self.direction}"
+
+    @property
+    def is_fp8(self) -> bool:
+        """True for e4m3 tensors."""
+        return self.dtype is DType.E4M3
 
     @property
     def is_ragged(self) -> bool:
@@ -123,13 +129,19 @@ class BenchShape:
 
     @property
     def flops(self) -> float:
-        """Floating-point operations of the direction's matrix products, over visible scores only."""
+        """Floating-point operations of the direction's matrix products, over visible scores only; 0 for a quantisation."""
+        if self.direction == QUANTISE:
+            return 0.0
         return self.problem.flops_of(self.sequences) * (BACKWARD_FLOPS if self.direction == "backward" else 1)
 
     @property
     def bytes_moved(self) -> int:
-        """Bytes of q, k, v and out, each touched once; the backward's gradients count as well."""
+        """Bytes of q, k, v and out, each touched once; the backward's gradients count as well. Quantised is a q of 16 bits."""
         rows, keys = (math.prod(self.rows(name)) for name in ("q", "k"))
+        if self.direction == QUANTISE:
+            return rows * self.heads * self.d * (DType.BF16.itemsize + DType.E4M3.itemsize)
+        if self.is_fp8:
+            return rows * self.heads * (self.d + 2 * self.dv) + keys * self.heads_k * (self.d + self.dv)
         elements = (rows * self.heads + keys * self.heads_k) * (self.d + self.dv)
         return elements * self.dtype.itemsize * (2 if self.direction == "backward" else 1)
 
@@ -199,11 +211,36 @@ def ragged(dtype: DType) -> list[BenchShape]:
     return shapes
 
 
+def fp8(dtype: DType) -> list[BenchShape]:
+    """e4m3 attention in the main cells of the paper's shapes. Raises ArgumentError for a dtype other than that of its 16-bit peers."""
+    if dtype is not DType.BF16:
+        raise ArgumentError(f"suite fp8 compares with bf16, got {dtype}")
+    return [
+        _square("fp8", DType.E4M3, d, causal, seqlen, PAPER_TOKENS // seqlen, PAPER_HIDDEN // d)
+        for d in PAPER_DIMS
+        for causal in (False, True)
+        for seqlen in MAIN_SEQLENS
+    ]
+
+
+def quantisations(shapes: Sequence[BenchShape]) -> list[BenchShape]:
+    """For each head dim of some shapes the quantisation of a q, of the longest length."""
+    longest = {shape.d: shape for shape in sorted(shapes, key=lambda shape: shape.seqlen_q)}
+    return [replace(longest[d], causal=False, direction=QUANTISE) for d in sorted(longest)]
+
+
 SUITES: dict[str, Callable[[DType], list[BenchShape]]] = {
-    "paper": paper, "train": train, "host": host, "cold": cold, "ragged": ragged
+    "paper": paper, "train": train, "host": host, "cold": cold, "ragged": ragged, "fp8": fp8
 }  # fmt: skip
 # what a suite measures if the caller does not say
-DEFAULT_DIRECTIONS = {"paper": "forward", "train": "both", "host": "forward", "cold": "forward", "ragged": "both"}
+DEFAULT_DIRECTIONS = {
+    "paper": "forward",
+    "train": "both",
+    "host": "forward",
+    "cold": "forward",
+    "ragged": "both",
+    "fp8": "forward",
+}
 
 
 def bench_suite(name: str, selection: Selection, direction: str | None = None) -> list[BenchShape]:
@@ -219,6 +256,10 @@ def bench_suite(name: str, selection: Selection, direction: str | None = None) -
         raise ArgumentError(f"suite must be one of {', '.join(SUITES)}, got {name!r}")
     if name == "cold" and direction in ("backward", "both"):
         raise ArgumentError(f"suite cold measures the first forward call, got direction {direction}")
+    if name == "fp8" and direction in ("backward", "both"):
+        raise ArgumentError(
+            f"suite fp8 measures the forward, as e4m3 attention has no backward, got direction {direction}"
+        )
     if selection.dtype not in KERNEL_DTYPES:
         raise ArgumentError(f"dtype must be one of {', '.join(map(str, KERNEL_DTYPES))}, got {selection.dtype}")
     shapes = SUITES[name](selection.dtype)
@@ -227,7 +268,8 @@ def bench_suite(name: str, selection: Selection, direction: str | None = None) -
         dims, lengths = sorted({s.d for s in shapes}), sorted({s.seqlen_q for s in shapes})
         raise ArgumentError(f"no shape of suite {name} is selected; its head dims are {dims}, its lengths {lengths}")
     wanted = direction or DEFAULT_DIRECTIONS[name]
-    return [replace(shape, direction=d) for d in DIRECTIONS if wanted in (d, "both") for shape in kept]
+    found = [replace(shape, direction=d) for d in DIRECTIONS if wanted in (d, "both") for shape in kept]
+    return found + quantisations(kept) if name == "fp8" else found
 
 
 def dims_label(d: int, dv: int) -> str:

@@ -9,7 +9,7 @@ from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 from flash_hopper.problem.attention import AttentionOptions, AttentionProblem, attention_problem, varlen_problem
-from flash_hopper.problem.dtypes import DType
+from flash_hopper.problem.dtypes import KERNEL_DTYPES, DType
 from flash_hopper.problem.errors import ArgumentError
 from flash_hopper.problem.mask import Mask
 from flash_hopper.problem.tensor import TensorSpec
@@ -49,6 +49,27 @@ VALUES = {
     "gated": "normal, rows of dout times gates from 1e-4 to 1, every fifth gate closed (backward only)",
 }
 """What the tensors hold, by name. Values of dout are normal unless said here or in `testing.inputs`."""
+
+FP8_VALUES = {
+    "zeros": "normal, every third row of q and every seventh of k and v zero; one head of q and one of k all zero",
+    "saturated": "all of the largest magnitude, with random signs",
+    "blocks": "normal, blocks of 128 rows of different size: k from 1/4 to 4, v by powers of ten",
+    "tiny": "normal times 1e-15 (k times 1e15)",
+    "ramp": "keys in the order of their scores, up to 12 nats apart, upwards for some rows and downwards for others",
+}
+"""More of them for e4m3 tensors."""
+
+DESCALES = {
+    "n": "not given",
+    "0": "one number, of no dimension",
+    "1": "one number",
+    "h": "a number for each sequence and key head",
+    "b": "a number for each block of 128 rows and head",
+}
+"""In which form a tensor's descale is, by letter."""
+
+V_FORMS = {"rows": "like k", "transposed": "Fp8Values"}
+"""In which form v of an e4m3 call is, by name."""
 
 DOUTS = {
     "bshd": LAYOUTS["bshd"],
@@ -129,10 +150,14 @@ _KEYS = {
     "do": "dout",
     "dlse": "dlse",
     "into": "into",
+    "desc": "descales",
+    "v": "v_form",
+    "odt": "out_dtype",
     "seed": "seed",
 }
 _WORDS = (
     "layout", "strided", "values", "direction", "grads", "dout", "dlse", "packed", "used", "lengths_q", "lengths_k", "hint", "into",
+    "descales", "v_form",
 )  # fmt: skip
 _OPTIONAL_INTS = ("left", "right")
 _FLAGS = ("causal", "return_lse", "give_out", "deterministic")
@@ -148,7 +173,8 @@ class Case:
     `seqlen_k`, which are the sizes of what is not packed. `slack` unused rows lie behind packed sequences. `strided` names the operands (of q, k, v and o for out) that have the layout; the others are contiguous. `scale`
     None means 1 / sqrt(d). `give_out` passes a tensor pre-filled with NaN as `out`. With the direction "backward"
     gradients of the inputs in `grads` are computed from those of out (`dout`) and lse (`dlse`) and put where `into` says;
-    such a call allocates its out. Raises ArgumentError for words that are unknown and combinations that make no sense; what a call itself
+    such a call allocates its out. With dtype e4m3 `descales` has a letter of `DESCALES` for each of q, k and v, `v_form` says how v
+    is given, and `out_dtype` what dtype a given out has. Raises ArgumentError for words that are unknown and combinations that make no sense; what a call itself
     would refuse is found by `problem()`.
     """
 
@@ -183,10 +209,13 @@ class Case:
     slack: int = 0
     hint: str = "exact"
     into: str = "fresh"
+    descales: str = "nnn"
+    v_form: str = "rows"
+    out_dtype: DType = DType.BF16
 
     def __post_init__(self) -> None:
         words = {
-            "layout": LAYOUTS, "values": VALUES, "direction": _DIRECTIONS, "dout": DOUTS, "dlse": DLSES,
+            "layout": LAYOUTS, "values": VALUES | (FP8_VALUES if self.is_fp8 else {}), "v_form": V_FORMS, "direction": _DIRECTIONS, "dout": DOUTS, "dlse": DLSES,
             "packed": _SIDES, "used": _SIDES, "hint": HINTS, "into": TARGETS,
         }  # fmt: skip
         for name, allowed in words.items():
@@ -198,6 +227,7 @@ class Case:
                 raise ArgumentError(f"{name} must be letters of {letters!r} in this order, got {given!r}")
         self._check_direction()
         self._check_lengths()
+        self._check_fp8()
         if self.layout == "packed":
             self._check_packed()
         if self.layout == "size1" and not any(1 in self.shape(operand)[:-1] for operand in self.strided):
@@ -216,6 +246,22 @@ class Case:
             raise ArgumentError(f"into={self.into} needs dout and return_lse")
         if self.dout == self.dlse == "none":
             raise ArgumentError("one of dout and dlse must be there")
+
+    def _check_fp8(self) -> None:
+        if len(self.descales) != len(_INPUTS) or not set(self.descales) <= set(DESCALES):
+            raise ArgumentError(
+                f"descales must be a letter of {', '.join(DESCALES)} for each of q, k and v, got {self.descales!r}"
+            )
+        if not self.is_fp8 and (self.descales, self.v_form, self.out_dtype) != ("nnn", "rows", DType.BF16):
+            raise ArgumentError("descales, v_form and out_dtype belong to dtype e4m3")
+        if self.is_fp8 and (self.is_backward or self.layout == "packed"):
+            raise ArgumentError("a case of dtype e4m3 has no backward, and no layout packed")
+        if self.is_fp8 and self.v_form == "transposed" and "v" in self.strided and self.layout != "bshd":
+            raise ArgumentError("transposed values have no layout: leave v out of what is strided")
+        if self.is_fp8 and self.out_dtype not in KERNEL_DTYPES:
+            raise ArgumentError(f"out_dtype must be bf16 or fp16, got {self.out_dtype}")
+        if self.is_fp8 and self.out_dtype != DType.BF16 and not self.give_out:
+            raise ArgumentError("an out that is not bf16 must be given")
 
     def _check_lengths(self) -> None:
         if not self.is_ragged:
@@ -252,6 +298,15 @@ class Case:
         return self.direction == "backward"
 
     @property
+    def is_fp8(self) -> bool:
+        """True for e4m3 tensors."""
+        return self.dtype == DType.E4M3
+
+    def is_packed(self, operand: str) -> bool:
+        """True if an operand ("q", "k", "v" or "o") has rows in place of batch and seqlen."""
+        return ("k" if operand in "kv" else "q") in _SIDES[self.packed]
+
+    @property
     def is_ragged(self) -> bool:
         """True for a call of `flash_attn_varlen_func`."""
         return (self.packed, self.used) != ("none", "none")
@@ -280,7 +335,7 @@ class Case:
     def shape(self, operand: str) -> tuple[int, ...]:
         """(batch, seqlen, heads, head dim) or, packed, (rows, heads, head dim) of operand "q", "k", "v" or "o"."""
         whole = self.grid(operand)
-        return whole[1:] if ("k" if operand in "kv" else "q") in _SIDES[self.packed] else whole
+        return whole[1:] if self.is_packed(operand) else whole
 
     def grid(self, operand: str) -> tuple[int, int, int, int]:
         """`shape` with a packed tensor as a batch of one."""
@@ -331,7 +386,8 @@ class Case:
 
     def problem(self) -> AttentionProblem:
         """The request that the call makes. Raises what the call would raise for these sizes."""
-        q, k, v, out = (self._spec(name, operand) for name, operand in zip(("q", "k", "v", "out"), "qkvo", strict=True))
+        q, k, v = (self._spec(name, name) for name in _INPUTS)
+        out = None if self.is_fp8 else self._spec("out", "o")
         if not self.is_ragged:
             return attention_problem(q, k, v, self.options(), dtypes=tuple(DType), out=out)
         given = {name: _index_spec(name, len(values)) for name, values in self.length_tensors().items()}
@@ -394,7 +450,7 @@ def _text(value: Any) -> str:
 def _read(key: str, text: str) -> Any:
     name = _KEYS[key]
     try:
-        if name == "dtype":
+        if name in ("dtype", "out_dtype"):
             return DType(text)
         if name in _WORDS:
             return text

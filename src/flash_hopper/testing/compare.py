@@ -41,7 +41,7 @@ _LSE_RELATIVE = 2.0**-21
 _ABSOLUTE = 1e-5
 SMALLEST = 1e-300  # allowed where only the exact value is right, so that 0 / allowed stays 0
 # elements of a scores matrix held at once; a step holds about 5 such matrices in float64
-_SCORES = {"cpu": 1 << 22, "cuda": 1 << 27}
+SCORES = {"cpu": 1 << 22, "cuda": 1 << 27}
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def expect(
     batch = Batch(q, k, v, softmax_scale, mask, lengths)
     out, absolute, spread, plain = (q.new_zeros((*q.shape[:3], v.shape[3]), dtype=torch.float64) for _ in range(4))
     lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=torch.float64)
-    for piece in batch.pieces(_SCORES[q.device.type]):
+    for piece in batch.pieces(SCORES[q.device.type]):
         given, place = batch.cut(piece), piece.of("dq")
         of_rows = _exact(given, softmax_scale)
         for total, part in ((out, of_rows.out), (absolute, of_rows.absolute), (spread, of_rows.spread)):

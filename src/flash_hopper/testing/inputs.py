@@ -15,7 +15,9 @@ import torch
 from torch import Generator, Tensor
 
 from flash_hopper.problem.dtypes import DType
-from flash_hopper.testing.cases import Case
+from flash_hopper.problem.fp8 import FP8_BLOCK, Fp8Values
+from flash_hopper.testing import fp8_inputs
+from flash_hopper.testing.cases import FP8_VALUES, Case
 from flash_hopper.testing.lengths import Side
 
 TORCH_DTYPES = {
@@ -23,6 +25,7 @@ TORCH_DTYPES = {
     DType.FP16: torch.float16,
     DType.FP32: torch.float32,
     DType.FP64: torch.float64,
+    DType.E4M3: torch.float8_e4m3fn,
 }
 
 GUARD = 64  # elements of NaN in front of and behind every buffer; keeps a view 128-byte aligned
@@ -32,6 +35,7 @@ _NAN_BITS = {
     torch.float16: (torch.int16, 0x7FE5),
     torch.float32: (torch.int32, 0x7FE5E5E5),
     torch.float64: (torch.int64, 0x7FFDE5E5E5E5E5E5),
+    torch.float8_e4m3fn: (torch.int8, 0x7F),
     torch.int32: (torch.int32, 0x7FE5E5E5),  # no NaN, but no length either
 }
 # dimensions of stride 0, by layout
@@ -53,7 +57,7 @@ class Inputs:
     """Operands of a case on a device; `buffers` holds each view's memory.
 
     `out` is None if the case gives none, `dout` and `dlse` where nothing is passed back. `lengths` holds the tensors of
-    a ragged call by the names of its arguments.
+    a ragged call by the names of its arguments, `descales` those of an e4m3 call. `values` is given in place of v, if it is there.
     """
 
     q: Tensor
@@ -64,6 +68,8 @@ class Inputs:
     dout: Tensor | None = None
     dlse: Tensor | None = None
     lengths: dict[str, Tensor] = field(default_factory=dict)
+    descales: dict[str, Tensor] = field(default_factory=dict)
+    values: Fp8Values | None = None
 
     def snapshot(self) -> dict[str, Tensor]:
         """Copies of the memory of all inputs: q, k, v, dout, dlse and lengths."""
@@ -99,13 +105,29 @@ def make_inputs(case: Case, device: torch.device | str = "cpu") -> Inputs:
         views.update(_packed_views(case, dtype, device, buffers))
     for operand in "qkvo" if case.give_out else "qkv":
         if operand not in views:
-            views[operand] = view(operand, case.grid(operand), _place(case, operand), dtype)
+            of_operand = TORCH_DTYPES[case.out_dtype] if case.is_fp8 and operand == "o" else dtype
+            views[operand] = view(operand, case.grid(operand), _place(case, operand), of_operand)
     used = {name: used_rows(case.side(name)) if case.is_ragged else None for name in ("q", "k")}
-    for operand, values in zip("qkv", draw(case), strict=True):
-        _write(views[operand], values, used["q" if operand == "q" else "k"])
+    drawn = dict(zip("qkv", draw(case), strict=True))
+    descales: dict[str, Tensor] = {}
+    values = None
+    if case.is_fp8:
+        for operand, x in drawn.items():
+            at = _positions(case, "q" if operand == "q" else "k")
+            rows = fp8_inputs.rows_of(case, operand, at.sequence, at.place, at.length > 0)
+            drawn[operand], descale = fp8_inputs.coded(case, operand, x, rows)
+            if descale is not None:
+                name, shape = f"{operand}_descale", tuple(descale.shape)
+                descales[name] = view(name, shape, _slice_of(shape), torch.float32).copy_(descale)
+            if operand == "v" and case.v_form == "transposed":
+                shape = fp8_inputs.transposed_shape(case)
+                codes = view("values", shape, _slice_of(shape), dtype)
+                values = Fp8Values(codes.copy_(fp8_inputs.transposed(case, drawn["v"], rows)), case.grid("v")[1])
+    for operand, x in drawn.items():
+        _write(views[operand], x, used["q" if operand == "q" else "k"])
     q, k, v, out = (_as_given(case, operand, views.get(operand)) for operand in "qkvo")
     assert q is not None and k is not None and v is not None, "inputs are always made"
-    inputs = Inputs(q, k, v, out, buffers)
+    inputs = Inputs(q, k, v, out, buffers, descales=descales, values=values)
     for name, lengths in case.length_tensors().items():
         inputs.lengths[name] = view(name, (len(lengths),), _slice_of((len(lengths),)), torch.int32)
         inputs.lengths[name].copy_(torch.tensor(lengths, dtype=torch.int32))
@@ -277,11 +299,33 @@ def draw(case: Case) -> tuple[Tensor, Tensor, Tensor]:
         return q * of_rows.sqrt(), k * of_keys.sqrt(), v * of_keys
     if case.values == "samesign":
         return q, k, v.abs() + 0.5
+    if case.values in FP8_VALUES:
+        return _fp8_values(case, q, k, v, generator)
     if case.values == "onehot":
         return *_one_hot(case, k, generator), v
     if case.values not in ("normal", "gated"):
         return *_directed(case, q, k, generator), v
     return q, k, v
+
+
+def _fp8_values(case: Case, q: Tensor, k: Tensor, v: Tensor, generator: Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """The words of `FP8_VALUES`."""
+    if case.values == "saturated":
+        return q.sign(), k.sign(), v.sign()
+    if case.values == "tiny":
+        return q * 1e-15, k * 1e15, v * 1e-15
+    if case.values == "blocks":
+        block = _positions(case, "k").place[..., None, None] // FP8_BLOCK
+        return q, k * 4.0 ** (block % 3 - 1), v * 10.0 ** (3 * (block % 5 - 2))
+    if case.values == "zeros":
+        for x, step in ((q, 3), (k, 7), (v, 7)):
+            x[:, 1::step] = 0.0
+            x[:, :, 1:2] = 0.0 if x is not v else x[:, :, 1:2]
+        return q, k, v
+    at = _positions(case, "k")
+    slope = at.place / at.length.clamp_min(2) * 12  # nats, over all keys
+    row = torch.randn(case.grid("q")[:3], generator=generator).sign()
+    return *_along(case, q, k, row, slope[..., None].expand(case.grid("k")[:3]).clone(), generator), v
 
 
 def draw_gradients(case: Case) -> tuple[Tensor, Tensor]:
@@ -361,7 +405,11 @@ def _towards(case: Case) -> float:
 
 def _directed(case: Case, q: Tensor, k: Tensor, generator: Generator) -> tuple[Tensor, Tensor]:
     """Noise plus a direction a head: the logit of a pair is about (row factor) x (key factor) x 1 nat."""
-    row, key = _factors(case, generator)
+    return _along(case, q, k, *_factors(case, generator), generator)
+
+
+def _along(case: Case, q: Tensor, k: Tensor, row: Tensor, key: Tensor, generator: Generator) -> tuple[Tensor, Tensor]:
+    """The same for given factors, row (batch, rows, heads) and key (batch, keys, heads_k)."""
     direction = torch.randn(max(case.heads_k, 1), case.d, generator=generator).sign() / case.d**0.5
     # the same length for q and k along the direction
     length = (float(key.abs().max()) / _magnitude(case)) ** 0.5 if key.numel() else 1.0

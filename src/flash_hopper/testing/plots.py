@@ -10,12 +10,19 @@ from typing import Any
 
 from flash_hopper.problem.errors import ArgumentError, MissingDependencyError
 from flash_hopper.testing.bench_rows import OURS, BenchRow
+from flash_hopper.testing.fp8_accuracy import AccuracyRow
 from flash_hopper.testing.tables import LABELS, columns_of
 
 COLOURS = {
     "ours": "#d1495b",
     "ours-out": "#e8964f",
     "ours-det": "#e8964f",
+    "ours-block": "#e8964f",
+    "ours-rows": "#edae49",
+    "ours-rotary": "#e8964f",
+    "ours-values": "#edae49",
+    "ours-bf16": "#f0a6ae",
+    "copy": "#333333",
     "fa3": "#30638e",
     "fa4": "#6ba368",
     "sdpa-cudnn": "#8e7dbe",
@@ -52,6 +59,67 @@ def plot_rows(env: dict[str, Any], rows: Sequence[BenchRow], path: Path) -> None
     figure.supxlabel(caption, fontsize=8, color=INK)
     path.parent.mkdir(parents=True, exist_ok=True)
     # without a date and with fixed ids the same rows give the same file
+    with rc_context({"svg.hashsalt": "flash-hopper"}):
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=160)
+
+
+def plot_accuracy(env: dict[str, Any], rows: Sequence[AccuracyRow], path: Path) -> None:
+    """Draw errors of the fp8-accuracy suite: relative error by number of keys, and root mean square errors with outliers.
+
+    Raises as `plot_rows`.
+    """
+    if find_spec("matplotlib") is None:
+        raise MissingDependencyError("--plot needs matplotlib: pip install 'flash-hopper[plot]'")
+    measured = [row for row in rows if row.relative is not None and row.rmse is not None]
+    if not measured:
+        raise ArgumentError("there is no measured row to plot")
+    from matplotlib import rc_context  # an optional package
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9.4, 3.6), layout="constrained")
+    axes: Any = figure.subplots(1, 2)
+    for provider, label in (("ours", "flash-hopper"), ("fa3", "FA3 C++")):
+        of_provider = [row for row in measured if row.experiment == "length" and row.provider == provider]
+        for style, d in zip(("-", "--", ":"), sorted({row.d for row in of_provider}), strict=False):
+            line = sorted((row.seqlen_k, 100 * (row.relative or 0.0)) for row in of_provider if row.d == d)
+            axes[0].plot(
+                *zip(*line, strict=True),
+                style,
+                color=COLOURS[provider],
+                marker="o",
+                markersize=3,
+                label=f"{label}, d {d}",
+            )
+    axes[0].set_xscale("log", base=2)
+    axes[0].set_yscale("log")
+    axes[0].set_title("values of one sign: error of out, %", fontsize=10, color=INK)
+    axes[0].set_xlabel("keys", fontsize=9, color=INK)
+    axes[0].legend(frameon=False, fontsize=8)
+    outliers = [row for row in measured if row.experiment == "outliers" and row.provider == "ours"]
+    forms = list(dict.fromkeys(row.form for row in outliers))
+    for colour, d in zip(("#d1495b", "#30638e", "#6ba368"), sorted({row.d for row in outliers}), strict=False):
+        longest = max(row.seqlen_k for row in outliers if row.d == d)
+        points = {row.form: row.rmse for row in outliers if (row.d, row.seqlen_k) == (d, longest)}
+        axes[1].plot(
+            [points.get(form) for form in forms],
+            range(len(forms)),
+            "o",
+            color=colour,
+            label=f"d {d}, {longest // 1024}k",
+        )
+    axes[1].set_yticks(range(len(forms)), forms)
+    axes[1].invert_yaxis()
+    axes[1].set_xscale("log")
+    axes[1].set_title("outliers: root mean square error", fontsize=10, color=INK)
+    axes[1].legend(frameon=False, fontsize=8)
+    for axis in axes:
+        axis.tick_params(labelsize=8, colors=INK, length=0)
+        axis.grid(color=GRID, linewidth=0.8)
+        axis.set_axisbelow(True)
+        for side in axis.spines.values():
+            side.set_visible(False)
+    figure.supxlabel(f"{env.get('gpu') or 'no GPU'}, e4m3 forward", fontsize=8, color=INK)
+    path.parent.mkdir(parents=True, exist_ok=True)
     with rc_context({"svg.hashsalt": "flash-hopper"}):
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None, dpi=160)
 

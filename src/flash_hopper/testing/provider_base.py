@@ -25,7 +25,8 @@ class ProviderAbsent(Exception):
 class Inputs:
     """q, k, v (batch, seqlen, heads, head_dim) of one shape, out for providers that write into one, and the gradient of
     out for the backward. Packed tensors have rows in place of batch and seqlen, and `cu_seqlens` (batch + 1,) int32, the
-    same for queries and keys. Two objects are never equal: they are compared by identity."""
+    same for queries and keys. `rounds_weights`: they are float32, stand for e4m3 codes, and what computes with those rounds
+    weights to e4m3. Two objects are never equal: they are compared by identity."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -33,6 +34,7 @@ class Inputs:
     out: torch.Tensor
     dout: torch.Tensor
     cu_seqlens: torch.Tensor | None = None
+    rounds_weights: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +42,13 @@ class Prepared:
     """A call to time. `scope` is the context that it needs; entering it costs host time, so `host` enters it once.
 
     `seqlen_dim` is 2 if its out is (batch, heads, seqlen, head_dim) instead of (batch, seqlen, heads, head_dim).
+    `compared_with`: inputs of which the result must be the attention, if they are not those of the shape.
     """
 
     call: Call
     scope: Callable[[], AbstractContextManager[object]] = nullcontext
     seqlen_dim: int = 1
+    compared_with: Inputs | None = None
 
     def scoped(self) -> Call:
         """The call as it can be interleaved with others: entering its scope each time."""
@@ -62,9 +66,9 @@ Maker = Callable[[BenchShape, Inputs], Prepared]
 
 
 def make_inputs(shape: BenchShape, device: torch.device | str, seed: int = 0) -> Inputs:
-    """Standard normal q, k, v and dout, the same for every provider."""
+    """Standard normal q, k, v and dout, the same for every provider; bf16 for a shape of e4m3, which is quantised from there."""
     generator = torch.Generator(device=device).manual_seed(seed)
-    dtype = TORCH_DTYPES[shape.dtype]
+    dtype = torch.bfloat16 if shape.is_fp8 else TORCH_DTYPES[shape.dtype]
 
     def normal(name: str, heads: int, dim: int) -> torch.Tensor:
         return torch.randn(*shape.rows(name), heads, dim, generator=generator, device=device, dtype=dtype)

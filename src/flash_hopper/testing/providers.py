@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flash_hopper
+from flash_hopper.testing import fp8_providers
 from flash_hopper.testing.bench_check import WrongResult, check_gradients, check_result
-from flash_hopper.testing.bench_suites import BenchShape
+from flash_hopper.testing.bench_suites import QUANTISE, BenchShape
 from flash_hopper.testing.fa3_backward import fa3_gradients
 from flash_hopper.testing.provider_base import (
     Inputs,
@@ -35,7 +36,7 @@ __all__ = ["MAKERS", "Inputs", "Prepared", "ProviderAbsent", "WrongResult", "mak
 
 def prepare(name: str, shape: BenchShape, inputs: Inputs) -> Prepared:
     """The provider's call, run once and checked. Raises ProviderAbsent or WrongResult."""
-    makers = MAKERS[shape.direction]
+    makers = FP8 if shape.is_fp8 and shape.direction == "forward" else MAKERS[shape.direction]
     if name not in makers:
         raise ProviderAbsent(f"no such provider of the {shape.direction}; there is {', '.join(makers)}")
     try:
@@ -47,8 +48,12 @@ def prepare(name: str, shape: BenchShape, inputs: Inputs) -> Prepared:
         raise ProviderAbsent(f"refuses this shape: {first_line(refusal)}") from refusal
     if shape.direction == "backward":
         check_gradients(result, shape, inputs)
+    elif shape.direction == QUANTISE:
+        wrong = fp8_providers.check_quantised(name, result, shape, inputs)
+        if wrong is not None:
+            raise WrongResult(wrong)
     else:
-        check_result(result, shape, inputs, seqlen_dim=prepared.seqlen_dim)
+        check_result(result, shape, prepared.compared_with or inputs, seqlen_dim=prepared.seqlen_dim)
     return prepared
 
 
@@ -184,4 +189,15 @@ BACKWARD: dict[str, Maker] = {
     "fa3": fa3_gradients,
     "fa4": gradients_of(FORWARD["fa4"]),
 }
-MAKERS: Mapping[str, dict[str, Maker]] = {"forward": FORWARD, "backward": BACKWARD}
+# of e4m3 shapes; the 16-bit ones get the tensors that were quantised
+FP8: dict[str, Maker] = {
+    "ours": fp8_providers.ours,
+    "ours-block": fp8_providers.ours_block,
+    "ours-rows": fp8_providers.ours_rows,
+    "ours-bf16": FORWARD["ours"],
+    "fa3": fp8_providers.fa3,
+    "sdpa-flash": FORWARD["sdpa-flash"],
+    "sdpa-cudnn": FORWARD["sdpa-cudnn"],
+}
+MAKERS: Mapping[str, dict[str, Maker]] = {"forward": FORWARD, "backward": BACKWARD, QUANTISE: fp8_providers.QUANTISE}
+NAMES = tuple(dict.fromkeys(name for makers in (*MAKERS.values(), FP8) for name in makers))

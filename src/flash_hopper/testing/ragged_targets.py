@@ -5,14 +5,14 @@ steps. Their results are put back where the sequences lie; everywhere else out a
 -inf. `testing.run` calls this.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from flash_hopper.problem.mask import Mask
-from flash_hopper.testing.compare import SMALLEST, Target, expect
+from flash_hopper.testing.compare import SMALLEST, Expected, Target, expect
 from flash_hopper.testing.gradients import expect_gradients
 from flash_hopper.testing.lengths import Side
 from flash_hopper.testing.pieces import Lengths
@@ -36,15 +36,15 @@ class Call(NamedTuple):
     mask: Mask
 
 
-def expect_ragged(call: Call) -> dict[str, Target]:
-    """The right out and lse, shaped like what the call returns, with the error allowed in each element."""
+def expect_ragged(call: Call, rule: Callable[..., Expected] = expect) -> dict[str, Target]:
+    """The right out and lse, shaped like what the call returns, with the error allowed in each element by `rule`."""
     q, k, v = (_as_batch(x) for x in (call.q, call.k, call.v))
     out = _Result.of_zeros((*q.shape[:3], v.shape[3]), q.device)
     lse = _Result.of_zeros(q.shape[:3], q.device)
     lse.want.fill_(-torch.inf)
     for group in _groups(call, q.shape[2]):
         rows, keys = group.rows, group.keys
-        of_group = expect(
+        of_group = rule(
             rows.gather(q), keys.gather(k), keys.gather(v), softmax_scale=call.softmax_scale, mask=call.mask,
             lengths=Lengths(rows.lengths, keys.lengths),
         )  # fmt: skip

@@ -11,16 +11,21 @@ Called by `cli/verify.py` and `tests/`.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flash_hopper.api import flash_attn_backward_func, flash_attn_func, flash_attn_varlen_func
+from flash_hopper.launch.tensors import describe
+from flash_hopper.problem.fp8 import Scaled, descale_places
+from flash_hopper.reference.fp8 import decode
 from flash_hopper.testing.cases import Case
 from flash_hopper.testing.compare import Comparison, Target, compare, expect
+from flash_hopper.testing.fp8_errors import expect_fp8
 from flash_hopper.testing.gradients import expect_gradients
-from flash_hopper.testing.inputs import Inputs, make_inputs
+from flash_hopper.testing.inputs import TORCH_DTYPES, Inputs, make_inputs
 from flash_hopper.testing.ragged_targets import Call, expect_ragged, expect_ragged_gradients
 
 _AROUND = 7.0  # what lies around a buffer of gradients
@@ -132,18 +137,34 @@ def _public_function(case: Case) -> Attention:
 def _expected(case: Case, inputs: Inputs, out: Tensor) -> dict[str, Target]:
     """What float64 gives for each result, with the error allowed; gradients for the out that was returned."""
     problem = case.problem()
+    q, k, v, rule = inputs.q, inputs.k, inputs.v, expect
+    if case.is_fp8:
+        q, k, v = real_values(case, inputs)
+        rule = partial(expect_fp8, out_dtype=out.dtype)
     if case.is_ragged:
-        call = Call(
-            inputs.q, inputs.k, inputs.v, case.side("q"), case.side("k"), problem.softmax_scale, problem.mask
-        )  # fmt: skip
+        call = Call(q, k, v, case.side("q"), case.side("k"), problem.softmax_scale, problem.mask)
         gradients = expect_ragged_gradients(call, out, inputs.dout, inputs.dlse) if case.is_backward else {}
-        return expect_ragged(call) | gradients
+        return expect_ragged(call, rule) | gradients
     options: dict[str, Any] = {"softmax_scale": problem.softmax_scale, "mask": problem.mask}
-    right = expect(inputs.q, inputs.k, inputs.v, **options)
+    right = rule(q, k, v, **options)
     expected = {"out": Target(right.out, right.out_allowed), "lse": Target(right.lse, right.lse_allowed)}
     if case.is_backward:
         expected |= expect_gradients(inputs.q, inputs.k, inputs.v, out, inputs.dout, inputs.dlse, **options)
     return expected
+
+
+def real_values(case: Case, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+    """What the codes of an e4m3 case stand for, in float64, shaped like q, k and v."""
+    of_q, of_k = (inputs.lengths.get(f"cu_seqlens_{side}") for side in "qk")
+    v = inputs.v if inputs.values is None else inputs.values
+    found = []
+    for name, x, cu_seqlens in (("q", inputs.q, of_q), ("k", inputs.k, of_k), ("v", v, of_k)):
+        descale = inputs.descales.get(f"{name}_descale")
+        spec = None if descale is None else describe(f"{name}_descale", descale)
+        scaled = Scaled(name, case.grid(name)[2], case.grid(name)[1], case.is_packed(name), name == "q")
+        places = descale_places(spec, scaled, case.batch, case.heads_k)
+        found.append(decode(x, descale, places, case.heads_k, cu_seqlens).real)
+    return found[0], found[1], found[2]
 
 
 def _call(case: Case, inputs: Inputs, function: Attention) -> Results:
@@ -153,7 +174,8 @@ def _call(case: Case, inputs: Inputs, function: Attention) -> Results:
         for name, x in zip("qkv", (inputs.q, inputs.k, inputs.v), strict=True)
     )
     with nan_allocations():
-        result = function(q, k, v, *_lengths(case, inputs), **call_options(case, inputs))
+        values: Any = inputs.values if inputs.values is not None else v
+        result = function(q, k, values, *_lengths(case, inputs), **call_options(case, inputs))
         results = _unpacked(case, result)
         if case.is_backward and case.into == "fresh":
             results |= _gradients(case, inputs, results, {"q": q, "k": k, "v": v})
@@ -197,6 +219,7 @@ def call_options(case: Case, inputs: Inputs) -> dict[str, Any]:
         given["window_size"] = (case.left, case.right)
     if case.chunk:
         given["attention_chunk"] = case.chunk
+    given |= inputs.descales
     if case.is_ragged:
         given["softmax_scale"] = case.scale
         given |= {name: x for name, x in inputs.lengths.items() if name.startswith("seqused")}
@@ -255,6 +278,8 @@ def _check_alike(case: Case, inputs: Inputs, results: Results) -> None:
     """Shapes, dtypes and devices of everything; out is the one that was given."""
     dtype, device = inputs.q.dtype, inputs.q.device
     wide = torch.float64 if dtype == torch.float64 else torch.float32
+    if case.is_fp8:
+        dtype = TORCH_DTYPES[case.out_dtype]
     shapes = {"out": case.shape("o"), "dq": case.shape("q"), "dk": case.shape("k"), "dv": case.shape("v")}
     for name, x in results.items():
         is_added = case.into != "fresh" and name in ("dq", "dk", "dv")

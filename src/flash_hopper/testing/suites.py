@@ -1,6 +1,6 @@
 """The suites of cases, by name, and the kernels that they need.
 
-The grids are in `forward_cases`, `backward_cases`, `window_cases` and `ragged_cases`. Called by `cli/verify.py`, `cli/compile.py` and `tests/`.
+The grids are in `forward_cases`, `backward_cases`, `window_cases`, `ragged_cases` and `fp8_cases`. Called by `cli/verify.py`, `cli/compile.py` and `tests/`.
 """
 
 from collections.abc import Callable, Iterable
@@ -9,8 +9,10 @@ from dataclasses import replace
 from flash_hopper.compile.key import Plan
 from flash_hopper.plan.backward import BackwardRequest, plan_backward
 from flash_hopper.plan.forward import ForwardPlan, plan_forward
+from flash_hopper.plan.forward_fp8 import ForwardFp8Plan, plan_forward_fp8
 from flash_hopper.problem.errors import ArgumentError
-from flash_hopper.testing import backward_cases, forward_cases, ragged_cases, window_cases
+from flash_hopper.problem.fp8 import DescaleForm
+from flash_hopper.testing import backward_cases, forward_cases, fp8_cases, ragged_cases, window_cases
 from flash_hopper.testing.cases import Case
 
 _SEED_STEP = 1_000_003  # between the seeds of two `--seed` values; larger than any suite
@@ -26,6 +28,9 @@ _SUITES: dict[str, Callable[[], list[Case]]] = {
     "ragged-smoke": ragged_cases.smoke,
     "ragged-sanitizer": ragged_cases.sanitizer,
     "accumulate": ragged_cases.accumulate,
+    "fp8": fp8_cases.fp8,
+    "fp8-rows": fp8_cases.in_rows,
+    "fp8-sanitizer": fp8_cases.sanitizer,
 }
 
 
@@ -48,10 +53,15 @@ def sample(cases: list[Case], limit: int | None) -> list[Case]:
     return [cases[i * len(cases) // limit] for i in range(limit)]
 
 
-def plan_of(case: Case) -> ForwardPlan | None:
+def plan_of(case: Case) -> ForwardPlan | ForwardFp8Plan | None:
     """The forward kernel that a case needs; None if there is nothing to compute."""
     problem = case.problem()
-    return None if problem.has_no_output or problem.has_no_keys else plan_forward(problem)
+    if problem.has_no_output or problem.has_no_keys:
+        return None
+    if not case.is_fp8:
+        return plan_forward(problem)
+    form: DescaleForm = "block" if "b" in case.descales else "scalar"
+    return plan_forward_fp8(problem, case.out_dtype, form, "rows" if case.v_form == "rows" else "transposed")
 
 
 def backward_plans_of(case: Case) -> list[Plan]:

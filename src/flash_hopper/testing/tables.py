@@ -19,17 +19,23 @@ from flash_hopper.testing.bench_rows import BenchRow, read_rows
 from flash_hopper.testing.bench_suites import length_label
 
 BLOCK = re.compile(
-    r"(<!-- bench: (?P<file>\S+) (?P<protocol>\S+)(?: (?P<direction>forward|backward))? -->\n).*?(<!-- /bench -->)",
+    r"(<!-- bench: (?P<file>\S+) (?P<protocol>\S+)(?: (?P<direction>forward|backward|quantise))? -->\n).*?(<!-- /bench -->)",
     re.DOTALL,
 )
 LABELS = {
     "ours": "flash-hopper",
     "ours-out": "flash-hopper, `out=`",
     "ours-det": "flash-hopper, deterministic",
+    "ours-block": "flash-hopper, block scales",
+    "ours-rows": "flash-hopper, V in rows",
+    "ours-rotary": "flash-hopper, rotary",
+    "ours-values": "flash-hopper, V transposed",
+    "ours-bf16": "flash-hopper, bf16",
     "sdpa-flash": "SDPA flash (FA2)",
     "sdpa-cudnn": "SDPA cuDNN",
     "fa3": "FA3 C++",
     "fa4": "FA4 CuTe",
+    "copy": "copy on the device",
 }
 
 

@@ -108,7 +108,7 @@ class Consumer:
         """
         plan = self.plan
         frags = self.fragments(atoms, shared)
-        softmax = make_state()
+        softmax = self.make_state()
         q_state, tile_state = consumer_state(plan.q_stages), consumer_state(TILE_SLOTS)
         k_state, v_state = consumer_state(plan.kv_stages), consumer_state(plan.kv_stages)
         held, holds = q_state.clone(), Boolean(False)  # the stage of Q whose buffer holds the last output
@@ -146,11 +146,7 @@ class Consumer:
                 skipped = own_part.behind + part.before
                 k_state = self.jump(k_state, skipped)
                 self.issue_first(atoms, pipes, frags, tile, q_state, k_state, wg)
-            self.epilogue.begin(softmax, own, own_part.first_row, wg, thread)
-            if const_expr(plan.looks_ahead):
-                warpgroup.wait_group(1)  # PV done, the first scores may still be computed
-            else:
-                warpgroup.wait_group(0)
+            self.finish_sums(frags, softmax, own, own_part, wg, thread)
             pipes.v.consumer_release(own_v)
             if const_expr(not plan.looks_ahead):
                 k_state, v_state = self.skip(pipes, k_state, v_state, own_part.behind, wg)
@@ -182,12 +178,27 @@ class Consumer:
             self.epilogue.wait_stored()  # shared memory must outlive the last store
 
     @cute.jit
+    def finish_sums(
+        self, frags: Fragments, softmax: SoftmaxState, tile: Any, part: Part, wg: Int32, thread: Int32
+    ) -> None:
+        """Until the last PV is done; what need not wait for it comes first."""
+        self.epilogue.begin(softmax, tile, part.first_row, wg, thread)
+        if const_expr(self.plan.looks_ahead):
+            warpgroup.wait_group(1)  # PV done, the first scores may still be computed
+        else:
+            warpgroup.wait_group(0)
+
+    @cute.jit
     def release_held(self, pipes: Pipelines, held: Any, thread: Int32) -> None:
         """Free a stage of Q whose buffer holds O, once the store has read it."""
         if thread < 32:
             self.epilogue.wait_stored()
         cute.arch.sync_warp()
         pipes.q.consumer_release(held)
+
+    def make_state(self) -> SoftmaxState:
+        """Registers of the softmax."""
+        return make_state()
 
     def fragments(self, atoms: ForwardAtoms, shared: SharedTensors) -> Fragments:
         """Descriptors of the shared operands, registers of the rest."""
@@ -292,13 +303,12 @@ class Consumer:
         if const_expr(self.is_windowed):
             self.mask_scores(args, frags, part, last, is_cut_left, BOTH)
         self.mask_scores(args, frags, part, last, not is_cut_left and last >= blocks.inner_end, RIGHT)
-        update(softmax, acc_as_rows(frags.acc_S), args.scale_log2, True)
-        to_operand(frags.acc_S, frags.tOrP, plan.dtype)
+        self.first_probabilities(args, atoms, pipes, frags, softmax, part, v_state, wg, last)
         if const_expr(plan.o_aliases_q and plan.q_stages > 1):
             if holds:  # by now the store has read it
                 self.release_held(pipes, held, thread)
         if const_expr(plan.has_idle):
-            k_state, v_state = self.skip(pipes, k_state, v_state, part.idle, wg)
+            k_state, v_state = self.skip_idle(pipes, k_state, v_state, part.idle, wg)
         # steady state: blocks cut on the right, whole blocks, blocks cut on the left
         cut = Int32(0)  # without a mask only the first block can reach past the last key
         if const_expr(plan.mask != "full"):
@@ -320,10 +330,41 @@ class Consumer:
                 k_state, v_state = self.step(
                     args, atoms, pipes, frags, softmax, part, q_slot, k_state, v_state, wg, rest - 1 - i, LEFT
                 )
-        # drain
+        self.drain(args, atoms, pipes, frags, softmax, part, v_state, wg)
+        return k_state, v_state
+
+    @cute.jit
+    def first_probabilities(
+        self,
+        args: ForwardArgs,
+        atoms: ForwardAtoms,
+        pipes: Pipelines,
+        frags: Fragments,
+        softmax: SoftmaxState,
+        part: Part,
+        v_state: Any,
+        wg: Int32,
+        n_block: Int32,
+    ) -> None:
+        """P of a tile's first block, whose masked scores are in registers."""
+        update(softmax, acc_as_rows(frags.acc_S), args.scale_log2, True)
+        to_operand(frags.acc_S, frags.tOrP, self.plan.dtype)
+
+    @cute.jit
+    def drain(
+        self,
+        args: ForwardArgs,
+        atoms: ForwardAtoms,
+        pipes: Pipelines,
+        frags: Fragments,
+        softmax: SoftmaxState,
+        part: Part,
+        v_state: Any,
+        wg: Int32,
+    ) -> None:
+        """Issue PV of a tile's last block."""
         await_stage(pipes.v, v_state, self.plan.frees_unseen)
         issue(atoms.mma_pv, frags.acc_O, frags.tOrP, frags.tOrVt[None, None, None, v_state.index], False)
-        return k_state, v_state
 
     @cute.jit
     def jump(self, state: Any, count: Int32) -> Any:
@@ -343,6 +384,11 @@ class Consumer:
                 k_state = skip_stage(pipes.k, k_state, self.plan.frees_unseen)
                 v_state = skip_stage(pipes.v, v_state, self.plan.frees_unseen)
         return k_state, v_state
+
+    @cute.jit
+    def skip_idle(self, pipes: Pipelines, k_state: Any, v_state: Any, count: Int32, wg: Int32) -> tuple[Any, Any]:
+        """Blocks of a tile in which this warpgroup has no row, behind the one that it computes."""
+        return self.skip(pipes, k_state, v_state, count, wg)
 
     @cute.jit
     def skip_turns(self, count: Int32, wg: Int32) -> None:

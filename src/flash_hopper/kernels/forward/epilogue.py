@@ -74,7 +74,7 @@ class Epilogue:
         """Normalise O, stage it in sO, (64, tile_hdimv), and start its store to this band of the head's rows; `wait_stored` says
         when the buffer may be written again. After `begin`."""
         scale_rows(acc_as_rows(acc_o), softmax.rescale)
-        dtype = ELEMENT_TYPES[self.plan.dtype]
+        dtype = ELEMENT_TYPES[self.plan.out_dtype]
         store_matrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), dtype)
         r2s = cute.make_tiled_copy_C(store_matrix, atoms.mma_pv).get_slice(thread)
         rO = cute.make_rmem_tensor_like(acc_o, dtype)

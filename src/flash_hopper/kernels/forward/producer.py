@@ -97,9 +97,9 @@ class Producer:
         )  # fmt: skip
         own = self.lane_blocks(args, tile, blocks)
         head_k = head // args.work.group
-        mK, mV = batch.keys(args.mK, tile, head_k), batch.keys(args.mV, tile, head_k)
+        mK = batch.keys(args.mK, tile, head_k)
         k_src, k_dst = partition(atoms.tma_k, cute.local_tile(mK, (plan.tile_n, plan.tile_hdim), (None, 0)), shared.sK)
-        v_src, v_dst = partition(atoms.tma_v, cute.local_tile(mV, (plan.tile_n, plan.tile_hdimv), (None, 0)), shared.sV)
+        v_src, v_dst = partition(atoms.tma_v, self.value_blocks(args, tile, head_k), shared.sV)
         pipes.k.producer_acquire(k_state)
         load(atoms.tma_k, k_src[None, blocks.end - 1], k_dst[None, k_state.index], pipes.k, k_state)
         self.free_unseen(pipes.k, k_state, own, blocks.end - 1)
@@ -119,6 +119,11 @@ class Producer:
         self.free_unseen(pipes.v, v_state, own, blocks.start)
         v_state.advance()
         return k_state, v_state
+
+    def value_blocks(self, args: ForwardArgs, tile: Any, head_k: Int32) -> cute.Tensor:
+        """V of the tile's sequence and key head: (tile_n, tile_hdimv, key block)."""
+        mV = self.batch.keys(args.mV, tile, head_k)
+        return cute.local_tile(mV, (self.plan.tile_n, self.plan.tile_hdimv), (None, 0))
 
     def lane_blocks(self, args: ForwardArgs, tile: Any, whole: Blocks) -> Blocks:
         """What the warpgroup of the consumer warp with this lane's number sees; the whole tile's in lanes beyond."""

@@ -1,0 +1,70 @@
+"""How a block of 128 rows of one head is cut among the threads of the quantise kernel, and where its pieces lie in shared memory.
+
+A block is a row of 16-byte chunks, row after row. Chunks of the input lie at `swizzled` places, so that threads that read
+strips of 64 consecutive elements and threads that read single chunks of neighbouring rows both meet 8 different banks of 16
+bytes. The result takes the same memory: rows of codes again as chunks, or the transposed block with 128 bytes a row. Integer
+functions of Python ints or of the DSL's; `kernels/quantize` traces them, `tests/cpu/test_quantize_layout.py` compares them with
+brute force.
+"""
+
+from typing import NamedTuple
+
+from flash_hopper.geometry.arith import Int
+from flash_hopper.problem.fp8 import FP8_BLOCK
+
+BLOCK_ROWS = FP8_BLOCK  # rows of one head that share a scale, and that a CTA handles at a time
+STRIP = 64  # consecutive elements of a thread; a Hadamard block is a part of a strip, or 2 or 4 strips
+CHUNK_BYTES = 16
+COLUMNS = 8  # elements of a row that a thread transposes
+KEYS = 8  # keys of them
+
+
+def threads_of(head_dim: int) -> int:
+    """Threads of a CTA: a strip each."""
+    return BLOCK_ROWS * head_dim // STRIP
+
+
+def hadamard_block(head_dim: int) -> int:
+    """The largest power of two that divides the head dim: so many neighbouring elements are transformed together."""
+    return head_dim & -head_dim
+
+
+def swizzled(chunk: Int, chunks_per_strip: int) -> Int:
+    """Where a chunk of 16 bytes lies, in chunks: the low three bits are turned by the number of the strip."""
+    shift = 4 if chunks_per_strip == 16 else 3
+    return chunk ^ ((chunk >> shift) & 7)
+
+
+def swizzled_pass(thread: Int, i: int, threads: int, chunks_per_strip: int) -> Int:
+    """`swizzled(thread + i * threads, chunks_per_strip)`, by one addition where the threads are a multiple of what it turns."""
+    turn = 128 if chunks_per_strip == 16 else 64
+    if threads % turn == 0:
+        return swizzled(thread, chunks_per_strip) + i * threads
+    return swizzled(thread + i * threads, chunks_per_strip)
+
+
+class TransposePlace(NamedTuple):
+    """What a thread transposes: `COLUMNS` elements from 8 * `column` on, of the keys 32 * `group` + those of lane `quad`."""
+
+    column: Int
+    quad: Int
+    group: Int
+
+
+def transpose_place(thread: Int, head_dim: int) -> TransposePlace:
+    """A warp takes 8 columns (or 2 or 4, if the head dim has no more in common) of 4 quads at a time."""
+    columns = head_dim // COLUMNS
+    width = min(columns & -columns, 8)
+    rest = thread // (4 * width)
+    column = thread % width + width * (rest % (columns // width))
+    return TransposePlace(column, thread // width % 4, rest // (columns // width))
+
+
+def transposed_word(place: TransposePlace, element: int, half: int) -> Int:
+    """Where, in words of 4 bytes, the codes of 4 keys lie: those of element `element` of the columns, half `half` of 32 keys."""
+    return transposed_chunk(place.column * COLUMNS + element, 2 * place.group + half) * 4 + place.quad
+
+
+def transposed_chunk(row: Int, unit: Int) -> Int:
+    """Where, in chunks of 16 bytes, keys [16 * unit, 16 * unit + 16) of a row of the transposed block lie."""
+    return row * 8 + (unit ^ (row // COLUMNS & 7))

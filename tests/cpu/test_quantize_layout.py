@@ -1,0 +1,87 @@
+"""How the quantise kernel cuts a block among its threads: every element has one place and one thread, and banks do not collide."""
+
+import pytest
+import torch
+
+from flash_hopper.geometry.fp8 import key_at
+from flash_hopper.geometry.strips import (
+    BLOCK_ROWS,
+    COLUMNS,
+    KEYS,
+    STRIP,
+    hadamard_block,
+    swizzled,
+    swizzled_pass,
+    threads_of,
+    transpose_place,
+    transposed_chunk,
+    transposed_word,
+)
+from flash_hopper.reference.quantize import transposed
+
+HEAD_DIMS = range(16, 257, 16)
+CHUNKS = (4, 8, 16)  # of a strip, of 8, 16 and 32 bits
+
+
+def words_of_thread(thread, head_dim):
+    """(word, [(key, column)] * 4) that a thread writes, as `KeyStrips.write` does."""
+    place = transpose_place(thread, head_dim)
+    for element in range(COLUMNS):
+        for half in range(2):
+            keys = [32 * place.group + 16 * half + key_at(4 * place.quad + j) for j in range(4)]
+            yield transposed_word(place, element, half), [(key, place.column * COLUMNS + element) for key in keys]
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("chunks", CHUNKS)
+def test_swizzled_chunks_are_the_chunks_in_another_order(head_dim, chunks):
+    count = threads_of(head_dim) * chunks
+    assert sorted(swizzled(i, chunks) for i in range(count)) == list(range(count))
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("chunks", CHUNKS)
+def test_passes_of_all_threads_go_to_the_same_places(head_dim, chunks):
+    threads = threads_of(head_dim)
+    for i in range(chunks):
+        for thread in range(threads):
+            assert swizzled_pass(thread, i, threads, chunks) == swizzled(thread + i * threads, chunks)
+
+
+@pytest.mark.parametrize("chunks", CHUNKS)
+def test_strips_and_rows_of_chunks_meet_eight_banks_of_16_bytes(chunks):
+    for first in range(0, 512, 8):
+        lanes = range(first, first + 8)
+        assert len({swizzled(lane, chunks) % 8 for lane in lanes}) == 8
+        for j in range(chunks):
+            assert len({swizzled(lane * chunks + j, chunks) % 8 for lane in lanes}) == 8
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_a_strip_holds_whole_hadamard_blocks_or_is_one_of_two_or_four_lanes_that_do(head_dim):
+    size = hadamard_block(head_dim)
+    assert head_dim % size == 0 and (head_dim // size) % 2 == 1
+    assert STRIP % size == 0 or (size // STRIP in (2, 4) and size == head_dim)
+    assert threads_of(head_dim) % 32 == 0
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_the_transposing_threads_read_and_write_every_code_once_and_in_the_order_of_the_reference(head_dim):
+    codes = torch.arange(BLOCK_ROWS * head_dim).reshape(BLOCK_ROWS, head_dim)
+    words = torch.full((head_dim * 32, 4), -1)
+    for thread in range(threads_of(head_dim)):
+        for word, cells in words_of_thread(thread, head_dim):
+            assert words[word, 0] == -1
+            words[word] = torch.tensor([codes[cell] for cell in cells])
+    chunks = words.reshape(-1, 16)
+    order = [transposed_chunk(row, unit) for row in range(head_dim) for unit in range(8)]
+    assert torch.equal(chunks[order].reshape(head_dim, BLOCK_ROWS), transposed(codes))
+    assert KEYS * COLUMNS == STRIP
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+def test_no_two_lanes_of_a_warp_write_words_to_one_bank(head_dim):
+    for warp in range(threads_of(head_dim) // 32):
+        lanes = [list(words_of_thread(32 * warp + lane, head_dim)) for lane in range(32)]
+        for step in range(2 * COLUMNS):
+            assert len({lane[step][0] % 32 for lane in lanes}) == 32

@@ -1,0 +1,198 @@
+"""Values of the e4m3 forward on the GPU, against float64 attention of what the codes stand for.
+
+What is left is what the kernel does: rounding of weights (2.4 % where they are even), the tensor core's sums, and the output's
+own rounding. Structured inputs show one of these alone; `verify --suite fp8` has the grid.
+"""
+
+import itertools
+
+import pytest
+import torch
+from fp8_tensors import Coded, check, check_lse, coded, oracle, values_of
+
+import flash_hopper
+from flash_hopper.problem.mask import Mask
+
+FORMS = ("none", "one", "head", "block")
+EVEN = 0.005  # of weights that are all the same, and values of one sign
+NORM = 0.04
+
+
+def normal(*shape, seed=0, device="cuda", scale=1.0):
+    generator = torch.Generator(device).manual_seed(seed)
+    return torch.randn(shape, generator=generator, device=device) * scale
+
+
+def attend(q: Coded, k: Coded, v: Coded, mask=None, lengths=None, **options):
+    """The call under test and its oracle; `mask`: (left, right) or none, as window_size has it."""
+    left, right = mask or (None, None)
+    scale = options.pop("softmax_scale", q.codes.shape[-1] ** -0.5)
+    descales = {"q_descale": q.descale, "k_descale": k.descale, "v_descale": v.descale}
+    want = oracle(q.real, k.real, v.real, softmax_scale=scale, mask=Mask(left, right), **(lengths or {}))
+    options |= descales | {"window_size": (left, right), "return_lse": True}
+    if lengths is None:
+        out, lse = flash_hopper.flash_attn_func(q.codes, k.codes, values_of(v), scale, **options)
+    else:
+        given = [lengths[name] for name in ("cu_seqlens_q", "cu_seqlens_k")]
+        out, lse = flash_hopper.flash_attn_varlen_func(
+            q.codes, k.codes, values_of(v), *given, None, None, softmax_scale=scale, **options
+        )
+    return out, lse, want
+
+
+def inputs(batch, seqlen_q, seqlen_k, heads, heads_k, d, dv=None, form="none", seed=0):
+    q, k = normal(batch, seqlen_q, heads, d, seed=seed), normal(batch, seqlen_k, heads_k, d, seed=seed + 1)
+    v = normal(batch, seqlen_k, heads_k, dv or d, seed=seed + 2)
+    return coded(q, form, heads_k), coded(k, form), coded(v, form)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("mask", [None, (None, 0), (100, 30)], ids=["full", "causal", "window"])
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_every_head_dim_mask_and_form_of_descales(d, mask, form, device):
+    out, lse, want = attend(*inputs(2, 500, 700, 4, 2, d, form=form), mask=mask)
+    check(out, want, NORM)
+    check_lse(lse, want)
+
+
+@pytest.mark.parametrize(
+    "d, dv",
+    [
+        (16, 16),
+        (32, 64),
+        (80, 80),
+        (96, 96),
+        (112, 48),
+        (160, 160),
+        (192, 128),
+        (192, 192),
+        (208, 208),
+        (240, 240),
+        (64, 256),
+    ],
+)
+def test_head_dims_between_tiles(d, dv, device):
+    for mask in (None, (None, 0)):
+        out, lse, want = attend(*inputs(1, 300, 400, 2, 1, d, dv), mask=mask)
+        check(out, want, NORM)
+        check_lse(lse, want)
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_lengths_of_every_residue(d, device):
+    for seqlen_q, seqlen_k in itertools.product((1, 63, 64, 65, 130, 193), (1, 16, 31, 127, 128, 129, 257)):
+        for mask in (None, (None, 0)):
+            out, lse, want = attend(*inputs(1, seqlen_q, seqlen_k, 2, 2, d, form="block"), mask=mask)
+            check(out, want, NORM)
+            check_lse(lse, want)
+
+
+@pytest.mark.parametrize("seqlen_k", [128, 1024, 16_384, 65_536])
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_values_of_one_sign_do_not_shrink_with_the_length(d, seqlen_k, device):
+    q, k = normal(1, 128, 1, d, scale=1e-3), normal(1, seqlen_k, 1, d, seed=1)
+    v = normal(1, seqlen_k, 1, d, seed=2).abs() + 0.5
+    out, _, want = attend(*(coded(x, "none") for x in (q, k, v)))
+    check(out, want, EVEN)
+
+
+@pytest.mark.parametrize("d", [64, 128, 160, 192, 256])
+def test_weights_that_all_round_the_same_way_do_not_change_the_mean(d, device):
+    """All but one are 2 % below the largest, and round up to it: row sums must be of the rounded ones."""
+    q, k = torch.zeros(1, 128, 1, d, device=device), torch.zeros(1, 1024, 1, d, device=device)
+    q[..., 0] = 1.0
+    k[:, 5, :, 0] = 1.0
+    v = normal(1, 1024, 1, d, seed=2).abs() + 0.5
+    out, _, want = attend(*(coded(x, "none") for x in (q, k, v)), softmax_scale=0.02)
+    check(out, want, EVEN)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_one_key_that_outweighs_all_others(form, device):
+    q, k, v = normal(1, 256, 1, 128), normal(1, 1024, 1, 128, seed=1), normal(1, 1024, 1, 128, seed=2)
+    for key in (0, 500, 1023):
+        strong = k.clone()
+        strong[:, key] = 20 * q.mean(1)
+        out, lse, want = attend(*(coded(x, form) for x in (q, strong, v)), softmax_scale=1.0)
+        check(out, want, NORM)
+        check_lse(lse, want)
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_rows_of_zeros_give_the_mean_of_the_values(d, device):
+    q, k, v = torch.zeros(1, 200, 2, d, device=device), normal(1, 700, 2, d, seed=1), normal(1, 700, 2, d, seed=2) + 2
+    for form in FORMS:
+        out, lse, want = attend(*(coded(x, form) for x in (q, k, v)))
+        check(out, want, EVEN)
+        check_lse(lse, want, 1e-3)
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_scores_of_any_sign_and_size(d, device):
+    q, k, v = (
+        coded(x, "head") for x in (normal(1, 200, 2, d), normal(1, 700, 2, d, seed=1), normal(1, 700, 2, d, seed=2))
+    )
+    for scale in (-0.1, 0.0, 1.0, -1.0):
+        out, lse, want = attend(q, k, v, softmax_scale=scale)
+        check(out, want, NORM)
+        check_lse(lse, want)
+    away = coded(normal(1, 700, 2, d, seed=1) - 3 * q.real.mean((0, 1)).float()[None, None], "block")
+    out, lse, want = attend(q, away, v)
+    check(out, want, NORM)
+
+
+def test_extreme_descales_give_finite_numbers(device):
+    q, k, v = normal(1, 200, 1, 128), normal(1, 700, 1, 128, seed=1), normal(1, 700, 1, 128, seed=2)
+    sizes = 10.0 ** torch.arange(-15, 15, 5, device=device).repeat_interleave(128)[:700]
+    for scaled_k, scaled_v in ((k, v * sizes[None, :, None, None]), (k, v * sizes.flip(0)[None, :, None, None])):
+        out, lse, want = attend(coded(q, "block"), coded(scaled_k, "block"), coded(scaled_v, "block"))
+        check(out, want, NORM)
+        check_lse(lse, want)
+    for factor in (1e-30, 1e30):
+        out, lse, want = attend(coded(q, "block"), coded(k, "block"), coded(v * factor, "block"))
+        check(out, want, NORM)
+    out, _, _ = attend(coded(q * 1e15, "block"), coded(k * 1e15, "block"), coded(v, "block"))
+    assert torch.isfinite(out).all()
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_packed_sequences(d, causal, form, device):
+    lengths_q, lengths_k = [0, 1, 130, 64, 500, 3], [5, 128, 0, 300, 257, 129]
+    cu_q, cu_k = (torch.tensor([0, *itertools.accumulate(x)], dtype=torch.int32) for x in (lengths_q, lengths_k))
+    extra = 10  # rows of no sequence
+    q = coded(normal(int(cu_q[-1]) + extra, 4, d), form, 2, cu_q)
+    k = coded(normal(int(cu_k[-1]) + extra, 2, d, seed=1), form, None, cu_k)
+    v = coded(normal(int(cu_k[-1]) + extra, 2, d, seed=2), form, None, cu_k)
+    lengths = {"cu_seqlens_q": cu_q.to(device), "cu_seqlens_k": cu_k.to(device)}
+    out, lse, want = attend(q, k, v, mask=(None, 0) if causal else None, lengths=lengths)
+    check(out, want, NORM)
+    check_lse(lse, want)
+
+
+def test_outputs_of_either_16_bit_type_and_of_any_strides(device):
+    q, k, v = inputs(2, 300, 400, 2, 2, 128, form="head")
+    factors = {"q_descale": q.descale, "k_descale": k.descale, "v_descale": v.descale}
+    want = flash_hopper.flash_attn_func(q.codes, k.codes, values_of(v), **factors)
+    assert want.dtype is torch.bfloat16
+    for out in (
+        torch.empty(2, 300, 2, 128, device=device, dtype=torch.float16),
+        torch.empty(2, 2, 300, 128, device=device, dtype=torch.bfloat16).transpose(1, 2),
+        torch.empty(2, 300, 2, 129, device=device, dtype=torch.bfloat16)[..., 1:],
+    ):
+        got = flash_hopper.flash_attn_func(q.codes, k.codes, values_of(v), **factors, out=out)
+        assert got is out
+        torch.testing.assert_close(got.float(), want.float(), rtol=2**-7, atol=1e-3)
+
+
+def test_what_comes_later_is_refused_by_name(device):
+    q, k, v = inputs(1, 128, 128, 1, 1, 64)
+    values = values_of(v)
+    for options, name in (
+        ({"softcap": 30.0}, "softcap"),
+        ({"num_splits": 2}, "num_splits"),
+        ({"sinks": q.real}, "sinks"),
+    ):
+        with pytest.raises(flash_hopper.UnsupportedError, match=name):
+            flash_hopper.flash_attn_func(q.codes, k.codes, values, **options)
