@@ -6,11 +6,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flash_hopper.problem.dtypes import DType
+from flash_hopper.problem.dtypes import KERNEL_DTYPES, DType
 from flash_hopper.problem.errors import ArgumentError
 from flash_hopper.problem.features import Feature
 from flash_hopper.problem.mask import Mask
-from flash_hopper.testing.cases import DLSES, DOUTS, HINTS, LAYOUTS, VALUES, Case, case_of
+from flash_hopper.testing.cases import (
+    DESCALES,
+    DLSES,
+    DOUTS,
+    FP8_VALUES,
+    HINTS,
+    LAYOUTS,
+    V_FORMS,
+    VALUES,
+    Case,
+    case_of,
+)
 from flash_hopper.testing.lengths import WORDS as WORDS_OF_LENGTHS
 from flash_hopper.testing.lengths import Side
 
@@ -26,7 +37,7 @@ def some_of(letters):
 
 FIELDS = st.fixed_dictionaries(
     {
-        "dtype": st.sampled_from(DType),
+        "dtype": st.sampled_from([dtype for dtype in DType if dtype != DType.E4M3]),
         **dict.fromkeys(("batch", "heads", "heads_k", "seqlen_q", "seqlen_k", "d", "dv"), SIZE),
         "causal": st.booleans(),
         "scale": st.none() | st.floats(allow_nan=False),
@@ -60,6 +71,22 @@ BACKWARD = st.builds(
     dlse=st.sampled_from(sorted(DLSES)),
     grads=some_of("qkv"),
 )
+FP8 = st.builds(
+    lambda case, values, descales, v_form, out_dtype: replace(
+        case,
+        dtype=DType.E4M3,
+        values=values,
+        descales="".join(descales),
+        v_form=v_form,
+        out_dtype=out_dtype if case.give_out else DType.BF16,
+        strided=case.strided.replace("v", "") or "q" if v_form == "transposed" else case.strided,
+    ),
+    FORWARD,
+    st.sampled_from(sorted(VALUES | FP8_VALUES)),
+    st.tuples(*[st.sampled_from(sorted(DESCALES))] * 3),
+    st.sampled_from(sorted(V_FORMS)),
+    st.sampled_from(KERNEL_DTYPES),
+)
 WORDS = sorted(set(WORDS_OF_LENGTHS) - {"same"})
 RAGGED = st.builds(
     lambda case, sides, words, slack, hint, longest: replace(
@@ -77,7 +104,7 @@ RAGGED = st.builds(
         dout="bshd",
         dlse=case.dlse if case.dlse != "none" or not case.is_backward else "bhs",
     ),
-    FORWARD | BACKWARD,
+    FORWARD | BACKWARD | FP8,
     st.sampled_from([("qk", "none"), ("qk", "qk"), ("q", "k"), ("k", "q"), ("none", "qk"), ("qk", "k")]),
     st.tuples(
         st.builds(lambda word, seed: f"{word}{seed}", st.sampled_from(WORDS), st.just("") | st.integers(0, 99)),
@@ -87,9 +114,10 @@ RAGGED = st.builds(
     st.sampled_from(sorted(HINTS)),
     st.integers(0, 300),
 )
-CASES = FORWARD | BACKWARD | RAGGED.filter(lambda case: case.return_lse)
+CASES = FORWARD | BACKWARD | FP8 | RAGGED.filter(lambda case: case.return_lse)
 CASE = Case(DType.BF16, 2, 4, 2, 10, 20, 64, 64)
 BACK = f"{CASE},dir=backward,out=0"
+FP8_CASE = replace(CASE, dtype=DType.E4M3)
 
 
 @given(CASES)
@@ -176,6 +204,17 @@ def test_a_layout_that_the_sizes_do_not_allow_is_refused(text):
         (f"{CASE},lq=random", "ragged call"),
         (f"{CASE},slack=3", "ragged call"),
         (f"{CASE},max=none", "ragged call"),
+        (f"{CASE},desc=bbb", "dtype e4m3"),
+        (f"{CASE},v=transposed", "dtype e4m3"),
+        (f"{CASE},odt=fp16", "dtype e4m3"),
+        (f"{CASE},values=ramp", "values must be one of"),
+        (f"{FP8_CASE},dir=backward,out=0", "no backward"),
+        (f"{FP8_CASE},layout=packed,of=kv", "no layout packed"),
+        (f"{FP8_CASE},v=transposed,layout=bhsd", "leave v out"),
+        (f"{FP8_CASE},odt=fp32", "out_dtype must be"),
+        (f"{FP8_CASE},odt=fp16,out=0", "must be given"),
+        (f"{FP8_CASE},desc=nn", "descales must be"),
+        (f"{FP8_CASE},desc=nnx", "descales must be"),
         (f"{CASE},pack=q,lk=random", "k is a padded batch without used lengths"),
         (f"{CASE},used=k,lq=zipf", "q is a padded batch without used lengths"),
         (f"{CASE},pack=qk,lk=same", "equal longest lengths"),

@@ -13,6 +13,8 @@ from flash_hopper.testing.inputs import TORCH_DTYPES, draw, draw_gradients, make
 BASE = Case(DType.BF16, 2, 4, 2, 24, 24, 16, 16)
 BACK = replace(BASE, direction="backward", give_out=False, seqlen_k=30, dlse="bhs")
 FITTING = {"size1": replace(BASE, batch=1)}
+DTYPES_AND_LAYOUTS = [(t, layout) for t in DType for layout in LAYOUTS if (t, layout) != (DType.E4M3, "packed")]
+DIFFERENTIABLE = [t for t in DType if t != DType.E4M3]
 
 
 def with_layout(layout, **other):
@@ -26,14 +28,13 @@ def operands(case, device="cpu"):
     return {name: x for name, x in found.items() if x is not None}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", DType)
+@pytest.mark.parametrize(("dtype", "layout"), DTYPES_AND_LAYOUTS)
 def test_every_layout_holds_the_same_values_with_last_stride_1(layout, dtype):
     case = with_layout(layout, dtype=dtype)
     plain = operands(replace(case, layout="bshd", strided="qkvo"))
     for name, x in operands(case).items():
         assert x.shape == case.shape(name)
-        assert x.dtype == TORCH_DTYPES[dtype]
+        assert x.dtype == TORCH_DTYPES[case.out_dtype if case.is_fp8 and name == "o" else dtype]
         assert x.stride(3) == 1
         if name == "o":
             assert x.isnan().all()
@@ -113,7 +114,7 @@ def test_a_write_beside_out_is_found_wherever_it_falls(layout, dtype):
 
 
 @pytest.mark.parametrize("dout", sorted(set(DOUTS) - {"none"}))
-@pytest.mark.parametrize("dtype", DType)
+@pytest.mark.parametrize("dtype", DIFFERENTIABLE)
 def test_every_layout_of_dout_holds_the_same_values(dout, dtype):
     plain = make_inputs(replace(BACK, dtype=dtype)).dout
     x = make_inputs(replace(BACK, dtype=dtype, dout=dout)).dout
