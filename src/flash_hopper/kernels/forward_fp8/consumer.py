@@ -20,6 +20,7 @@ from flash_hopper.device.dsl import (
 )
 from flash_hopper.device.gemm import issue
 from flash_hopper.device.layouts import acc_as_rows
+from flash_hopper.device.pipelines import await_stage, skip_stage
 from flash_hopper.device.registers import to_operand_e4m3
 from flash_hopper.device.softmax import scale_rows
 from flash_hopper.device.softmax_e4m3 import E4m3State, advance, fold, make_state, move_reference, weights
