@@ -12,9 +12,12 @@ from flash_hopper.problem.dtypes import DType
 from flash_hopper.problem.errors import ArgumentError
 from flash_hopper.testing import fp8_accuracy, fp8_providers
 from flash_hopper.testing.bench_plans import plans_of
+from flash_hopper.testing.bench_rows import BenchRow, write_rows
 from flash_hopper.testing.bench_run import default_providers
 from flash_hopper.testing.bench_suites import QUANTISE, BenchShape, Selection, bench_suite
+from flash_hopper.testing.fp8_accuracy import AccuracyRow
 from flash_hopper.testing.providers import FP8, MAKERS, Prepared, ProviderAbsent, WrongResult, make_inputs, prepare
+from flash_hopper.testing.tables import render_tables
 
 SMALL = BenchShape("fp8", DType.E4M3, 64, 64, True, 150, 150, 2, 4, 2)
 QUANTISED = replace(SMALL, direction=QUANTISE, causal=False)
@@ -137,6 +140,52 @@ def test_accuracy_rows_show_what_scales_and_the_transform_give(tmp_path):
     )
     assert shown.exit_code == 0, shown.output
     assert (tmp_path / "a.svg").read_text().lstrip().startswith("<?xml")
+
+
+def test_tables_of_stored_rows_name_what_is_not_e4m3_and_show_rates_of_copies(tmp_path):
+    base = {"suite": "fp8", "dtype": "e4m3", "d": 64, "dv": 64, "causal": False, "batch": 1, "heads": 32, "heads_k": 32}
+    sizes = {"seqlen_q": 1024, "seqlen_k": 1024, "protocol": "burst", "us": 10.0, "tbps": 2.38}
+    rows = [
+        BenchRow(**base, **sizes, direction="forward", provider="ours", tflops=900.0),
+        BenchRow(**base, **sizes, direction="forward", provider="sdpa-cudnn", tflops=500.0),
+        BenchRow(**base, **sizes, direction="quantise", provider="ours-values"),
+    ]
+    env = {"gpu": "H200", "torch": "2.11", "date": "2026-11-30"}
+    write_rows(tmp_path / "rows.json", env, rows)
+    forward, quantise = (
+        render_tables(f"<!-- bench: rows.json burst {direction} -->\n<!-- /bench -->", tmp_path)
+        for direction in ("forward", "quantise")
+    )
+    assert "| 64 | full | flash-hopper | **900** |" in forward
+    assert "| 64 | full | SDPA cuDNN, bf16 | **500** |" in forward
+    assert "| head dim | mask | TB/s | 1k |" in quantise
+    assert "| 64 | - | flash-hopper, V transposed | **2.38** |" in quantise
+
+
+def test_a_document_holds_tables_of_errors(tmp_path):
+    rows = [
+        AccuracyRow("outliers", "ours", "block scales", d, n, rmse=1e-2 * d / 64, relative=0.1)
+        for d in (128, 64)
+        for n in (1024, 8192)
+    ]
+    rows += [AccuracyRow("length", "ours", "a scale a head", 64, 1024 << i, 1e-3, 2e-3, 0.0) for i in (0, 7)]
+    rows += [AccuracyRow("length", "fa3", "a scale a head", 64, 1024, error="absent: not installed")]
+    fp8_accuracy.write_rows(tmp_path / "rows.json", {"gpu": "H200", "torch": "2.11", "date": "2026-11-30T01:00"}, rows)
+
+    def shown(experiment):
+        return render_tables(f"<!-- bench: rows.json {experiment} -->\n<!-- /bench -->\n", tmp_path).splitlines()
+
+    lines = shown("outliers")
+    assert lines[1] == "| RMSE, outliers | d 64, 1k | d 64, 8k | d 128, 1k | d 128, 8k |"
+    assert lines[3] == "| flash-hopper, block scales | 1.00e-02 | 1.00e-02 | 2.00e-02 | 2.00e-02 |"
+    assert lines[-2:] == ["H200, torch 2.11, 2026-11-30.", "<!-- /bench -->"]
+    lines = shown("length")
+    assert lines[1] == "| relative error, v of one sign | 1k keys | 128k keys |"
+    assert lines[3] == "| flash-hopper, d 64 | 0.20 % | 0.20 % |"
+    assert not any("FA3" in line for line in lines)
+    fp8_accuracy.write_rows(tmp_path / "rows.json", {}, rows[4:])
+    with pytest.raises(ArgumentError, match="no row of the experiment outliers"):
+        shown("outliers")
 
 
 def test_the_accuracy_suite_names_its_kernels_once():

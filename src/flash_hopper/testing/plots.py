@@ -10,8 +10,9 @@ from typing import Any
 
 from flash_hopper.problem.errors import ArgumentError, MissingDependencyError
 from flash_hopper.testing.bench_rows import OURS, BenchRow
+from flash_hopper.testing.bench_suites import QUANTISE
 from flash_hopper.testing.fp8_accuracy import AccuracyRow
-from flash_hopper.testing.tables import LABELS, columns_of
+from flash_hopper.testing.tables import LABELS, columns_of, label_of, unit_of, value_of
 
 COLOURS = {
     "ours": "#d1495b",
@@ -32,7 +33,7 @@ INK, GRID = "#333333", "#e4e4e4"
 
 
 def plot_rows(env: dict[str, Any], rows: Sequence[BenchRow], path: Path) -> None:
-    """Draw TFLOP/s (us for host protocols) of rows of one protocol and direction and write an svg, png or pdf.
+    """Draw TFLOP/s (TB/s of quantisations, us for host protocols) of rows of one protocol and direction and write an svg, png or pdf.
 
     Raises MissingDependencyError without matplotlib and ArgumentError if there is nothing to draw.
     """
@@ -51,7 +52,8 @@ def plot_rows(env: dict[str, Any], rows: Sequence[BenchRow], path: Path) -> None
     for line, causal in enumerate(masks):
         for column, kind in enumerate(kinds):
             panel = [row for row in measured if row.kind == kind and row.causal == causal]
-            _draw_panel(axes[line][column], panel, f"head dim {kind}, {'causal' if causal else 'full'}")
+            mask = "" if panel and panel[0].direction == QUANTISE else ", causal" if causal else ", full"
+            _draw_panel(axes[line][column], panel, f"head dim {kind}{mask}")
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False, fontsize=9)
     first = measured[0]
@@ -125,16 +127,16 @@ def plot_accuracy(env: dict[str, Any], rows: Sequence[AccuracyRow], path: Path) 
 
 
 def _draw_panel(axis: Any, rows: Sequence[BenchRow], title: str) -> None:
-    has_rate = any(row.tflops is not None for row in rows)
+    unit = unit_of(rows)
     columns = columns_of(rows)
     for provider in (p for p in LABELS if any(row.provider == p for row in rows)):
         points = sorted((r for r in rows if r.provider == provider), key=lambda row: columns.index(row.column))
         is_ours = provider == OURS
         axis.plot(
             [columns.index(row.column) for row in points],
-            [row.tflops if has_rate else row.us for row in points],
+            [value_of(row, unit) for row in points],
             color=COLOURS[provider],
-            label=LABELS[provider].replace("`", ""),
+            label=label_of(provider, rows).replace("`", ""),
             marker="o",
             markersize=4.5 if is_ours else 3,
             linewidth=2.2 if is_ours else 1.3,
@@ -142,7 +144,7 @@ def _draw_panel(axis: Any, rows: Sequence[BenchRow], title: str) -> None:
         )
     axis.set_title(title, fontsize=10, color=INK)
     axis.set_xticks(range(len(columns)), [column.replace(", ", "\n").replace(" w", "\nw") for column in columns])
-    axis.set_ylabel("TFLOP/s" if has_rate else "us", fontsize=9, color=INK)
+    axis.set_ylabel(unit, fontsize=9, color=INK)
     axis.set_ylim(bottom=0)
     axis.tick_params(labelsize=8, colors=INK, length=0)
     axis.grid(axis="y", color=GRID, linewidth=0.8)
