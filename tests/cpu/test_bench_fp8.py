@@ -109,7 +109,7 @@ def test_quantisation_is_right_and_wrong_codes_are_found(name, d, monkeypatch):
 
 def test_accuracy_rows_show_what_scales_and_the_transform_give(tmp_path):
     """Small sizes on the CPU: the order of the forms, and an error that does not grow with the number of keys."""
-    rows = list(fp8_accuracy.outlier_rows(64, 1024, "cpu", heads=1))
+    rows = list(fp8_accuracy.outlier_rows(64, 1024, "cpu", batch=1, heads=1))
     rmse = {row.form: row.rmse for row in rows if row.provider == "ours"}
     assert (
         rmse["float16"]
