@@ -146,10 +146,10 @@ def test_the_oracle_is_naive_attention_and_shorter_entries_count_for_themselves(
 
 
 def test_allowances_are_small():
-    """Standard normal tensors, 1000 keys: 1 % of a standard deviation of v is allowed, 2 % for lse; one key a row: a rounded copy."""
+    """Standard normal tensors, 1000 keys: 1 % of a standard deviation of v is allowed, 2.5 % for lse; one key a row: a rounded copy."""
     case = fp8_case(128, (200, 1000), heads=(1, 1))
     right = expect_fp8(*real_values(case, make_inputs(case)), softmax_scale=128**-0.5)
     assert float(right.out_allowed.mean()) < 0.02
-    assert float(right.lse_allowed.max()) < 0.02
+    assert float(right.lse_allowed.max()) < 0.025
     right = expect_fp8(*real_values(ONE_KEY, make_inputs(ONE_KEY)), softmax_scale=64**-0.5)
     assert (right.out_allowed <= 0.01 * right.out.abs() + 1e-3).all()

@@ -1,9 +1,9 @@
 """Online softmax for weights that are rounded to e4m3, of one warpgroup's rows, in base 2.
 
-Per row the state is a reference (a scaled score), the sum of weights relative to it, and factors by which earlier results
-shrink when it moves. The largest weight is 2^P_LOG2, near the largest number of e4m3 (448), so that small weights keep
-their bits; a reference is never left behind as in `softmax.py`. While no
-score of a warp exceeds its row's reference, a block costs no shuffle. Specification 4.6 and 6.3.
+Per row the state is a reference, the sum of weights relative to it, and factors by which earlier results shrink when it
+moves. The reference is a scaled score LAG_LOG2 above the largest one when it was set, and its weight 2^REFERENCE_LOG2 near
+the largest number of e4m3 (448), so that small weights keep their bits. It stays until a score exceeds it; while none of a
+warp does, a block costs no shuffle and no rescale. Specification 4.6 and 6.3, docs/findings/fp8.md.
 """
 
 from typing import NamedTuple
@@ -11,12 +11,10 @@ from typing import NamedTuple
 from flash_hopper.device.dsl import Boolean, Constexpr, Float32, const_expr, cute, cutlass
 from flash_hopper.device.ptx import sign_bit
 from flash_hopper.device.softmax import own_max, quad_reduce, row_maximum
+from flash_hopper.geometry.fp8 import LAG_LOG2, REFERENCE_LOG2
 
 # The reference of a row without keys: so low that a finite score is above it, and a finite number, so that nothing is NaN.
 NO_KEYS = -(2.0**100)
-
-
-P_LOG2 = 8
 
 
 class E4m3State(NamedTuple):
@@ -51,7 +49,7 @@ def move_reference(
     if const_expr(is_first):
         for r in cutlass.range_constexpr(2):
             top = row_maximum(rows, r, -Float32.inf) * factor
-            reference[r] = cute.arch.fmax(top, Float32(NO_KEYS))
+            reference[r] = cute.arch.fmax(top + LAG_LOG2, Float32(NO_KEYS))
             state.row_sum[r] = Float32(0.0)
             following[r] = Float32(1.0)
     else:
@@ -67,8 +65,8 @@ def move_reference(
             if cute.arch.vote_any_sync(is_negative):  # as integers negative floats sort the wrong way round
                 top_0, top_1 = row_maximum(rows, 0, -Float32.inf), row_maximum(rows, 1, -Float32.inf)
             for r in cutlass.range_constexpr(2):
-                top = quad_reduce(top_0 if r == 0 else top_1, cute.arch.fmax)
-                moved = cute.arch.fmax(reference[r], top * factor)
+                top = quad_reduce(top_0 if r == 0 else top_1, cute.arch.fmax) * factor
+                moved = cutlass.select_(top > reference[r], top + LAG_LOG2, reference[r])
                 following[r] = cute.math.exp2(reference[r] - moved, fastmath=True)
                 reference[r] = moved
     return moves
@@ -78,10 +76,10 @@ def move_reference(
 def weights(state: E4m3State, rows: cute.Tensor, factor: Float32, has_sums: Constexpr[bool]) -> None:
     """Scores to weights, in place; with `has_sums` this thread's are added to its row sums.
 
-    After `move_reference`. A weight is at most 2^P_LOG2.
+    After `move_reference`. A weight is at most 2^REFERENCE_LOG2.
     """
     for r in cutlass.range_constexpr(2):
-        bias = Float32(P_LOG2) - state.reference[r]
+        bias = Float32(REFERENCE_LOG2) - state.reference[r]
         part = [Float32(0.0), Float32(0.0)]
         for i in cutlass.range_constexpr(cute.size(rows, mode=[1])):
             e = cute.math.exp2(rows[r, i] * factor + bias, fastmath=True)

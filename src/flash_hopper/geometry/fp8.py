@@ -1,4 +1,4 @@
-"""Which key stands where in a V that is transposed for e4m3 products, for host and device alike.
+"""What kernels, reference and error table of e4m3 attention agree on: the range of weights, and which key stands where in V^T.
 
 The accumulator of S gives a lane q of each quad the columns 8 i + 2 q + e (e < 2); as an 8-bit operand A the same registers
 stand for the positions 4 q + 2 (i % 2) + e of a group of 16. So P needs no shuffle if V^T has its keys in that order: at
@@ -10,6 +10,12 @@ from flash_hopper.geometry.arith import Int
 from flash_hopper.problem.fp8 import FP8_BLOCK
 
 KEY_GROUP = 16  # keys that are permuted among themselves
+
+# Powers of two of weights. A row's reference is set so that its largest score weighs 2^WEIGHT, and moves when a score is more than LAG
+# above that one; so the reference itself weighs their sum, and no weight is more than 2^8.75 = 430.5 (e4m3 ends at 448).
+WEIGHT_LOG2 = 6.0
+LAG_LOG2 = 2.75
+REFERENCE_LOG2 = WEIGHT_LOG2 + LAG_LOG2
 
 
 def key_at(position: Int) -> Int:

@@ -3,10 +3,10 @@
 As `tiled`, with c = |softmax_scale| log2(e) and the factors of rows i and keys j:
 
     S_ij = sign(softmax_scale) q_i k_j  (codes),   y_ij = S_ij c f_i f_j
-    m' = max(m, rowmax y),   P = e4m3(2^(y - m' + 8)),   l = l 2^(m - m') + rowsum P,   O = O 2^(m - m') + P (f_j V_j)
-    out = O / l,   lse = (m + log2 l - 8) ln 2
+    m' = m if rowmax y <= m, else rowmax y + 2.75,   P = e4m3(2^(y - m' + 8.75))
+    l = l 2^(m - m') + rowsum P,   O = O 2^(m - m') + P (f_j V_j),   out = O / l,   lse = (m + log2 l - 8.75) ln 2
 
-The largest weight of a row is 2^8, near the largest number of e4m3. Sums are float32, row sums those of rounded weights.
+So weights are at most 2^8.75, near the largest number of e4m3 (`geometry/fp8.py`). Sums are float32, row sums those of rounded weights.
 There are no gradients. `launch` calls it for CPU tensors; dense calls run on any device.
 """
 
@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flash_hopper.geometry.fp8 import LAG_LOG2, REFERENCE_LOG2
 from flash_hopper.geometry.masks import Lengths
 from flash_hopper.problem.features import Feature
 from flash_hopper.problem.mask import FULL, Mask
@@ -31,7 +32,6 @@ SUPPORTED = frozenset({
 """What this backend can do."""
 
 TILE_M, TILE_N = 128, 128
-P_LOG2 = 8
 NO_KEYS = -(2.0**100)  # the reference of a row that has seen no key
 SMALLEST_FACTOR, LARGEST_FACTOR = (
     2.0**-100,
@@ -111,7 +111,7 @@ def _forward(q: Decoded, k: Decoded, v: Decoded, out: Tensor, lse: Tensor, softm
         blind = state.total == 0
         total = state.total.masked_fill(blind, 1.0)
         out_rows[:, :, :, rows] = (state.acc / total.unsqueeze(-1)).to(out.dtype)
-        log_sum = (state.reference + total.log2() - P_LOG2) * math.log(2)
+        log_sum = (state.reference + total.log2() - REFERENCE_LOG2) * math.log(2)
         lse_rows[:, :, :, rows] = log_sum.masked_fill(blind, -torch.inf)
 
 
@@ -119,10 +119,11 @@ def _step(state: _State | None, scores: Tensor, hidden: Tensor | None, values: T
     """Take in one key block: scores (b, hk, group, rows, keys) as logarithms to base 2, values (b, hk, keys, dv)."""
     if hidden is not None:
         scores = scores.masked_fill(hidden, -torch.inf)
-    reference = scores.amax(dim=-1).clamp_min(NO_KEYS)
+    top = scores.amax(dim=-1)
+    reference = (top + LAG_LOG2).clamp_min(NO_KEYS)
     if state is not None:
-        reference = torch.maximum(reference, state.reference)
-    weights = torch.exp2(scores + (P_LOG2 - reference).unsqueeze(-1)).to(CODES).to(torch.float32)
+        reference = torch.where(top > state.reference, reference, state.reference)
+    weights = torch.exp2(scores + (REFERENCE_LOG2 - reference).unsqueeze(-1)).to(CODES).to(torch.float32)
     total, acc = weights.sum(dim=-1), times(weights, values)
     if state is not None:
         rescale = torch.exp2(state.reference - reference)

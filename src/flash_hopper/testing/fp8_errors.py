@@ -3,16 +3,15 @@
 The oracle is attention in float64 of what the codes stand for, so that quantisation of q, k and v does not count. With w_j the
 weight of key j relative to the row's largest, W their sum, p_j = w_j / W:
 
-- Weights are rounded to e4m3, the largest of a row being 2^8 or, while it was not yet known, more in terms of it. So a
-  weight is off by at most e_j = w_j / 16, by 1 - w_j if it is nearly 1 (which is exact), and by min(w_j, 2^-18) below 2^-14,
-  where e4m3 has no more exponents. Roundings of different scores are independent: 6 standard deviations, each at most
-  e_j / sqrt(3), or the worst case if there are fewer than 12 keys. What a weight's error changes is (v_j - out) p_j where row sums
-  are of rounded weights, and v_j p_j where they are not; both are right.
+- Weights are rounded to e4m3, the largest of a row being 2^WEIGHT_LOG2 = 2^6 or more. So a weight is off by at most e_j = w_j / 16,
+  and by min(w_j, 2^-16) below 2^-12, where e4m3 has no more exponents. Roundings of different scores are independent: 6
+  standard deviations, each at most e_j / sqrt(3), or the worst case if there are fewer than 12 keys. As row sums are of rounded
+  weights, what a weight's error changes is (v_j - out) p_j.
 - Where scores are almost alike, roundings are alike as well. So twice the largest error is allowed that plain rounding makes in
-  the row: e4m3 of 2^8 w_j, the rest in float64, with row sums of either kind. Elsewhere this is less than the above. Plain
+  the row: e4m3 of 2^6 w_j, the rest in float64. Elsewhere this is less than the above. Plain
   rounding may cancel where that of a kernel, relative to an earlier maximum, does not: sums of weights may be off by all e_j
   together, times exp(-(S / 0.1)^2 / 2), S the standard deviation of the row's scores under p; a step of e4m3 is 0.06 to 0.13.
-- Weights below 2^-16 are all rounded down: T_j = min(w_j, 2^-18), added up as they are.
+- Weights below 2^-14 are all rounded down: T_j = min(w_j, 2^-16), added up as they are.
 - The tensor core keeps 14 bits of a sum. A score is a sum of d / 32 steps, a random error with a standard deviation of
   L_j = 2^-11 / 6 |scale| ||q|| ||k_j||; products of one sign lose up to 0.4 % of it, which matters as far as q and k_j are parallel:
   C_j = 0.004 |s_j| |cos(q, k_j)|, alike for all keys of a row. Then out moves by at most sqrt(sum p C^2) sqrt(Var_p v).
@@ -30,17 +29,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flash_hopper.geometry.fp8 import WEIGHT_LOG2
 from flash_hopper.problem.mask import Mask
 from flash_hopper.testing.compare import SCORES, SMALLEST, Expected
 from flash_hopper.testing.pieces import FULL, Batch, Lengths, Matrices, by_head
 
 ROUNDING = 2.0**-4  # of a weight, relative
-NO_EXPONENT = 2.0**-14  # of the largest weight: below it the spacing of e4m3 stays the same
-SPACING = 2.0**-18  # half of it
-FLUSHED = 2.0**-16
+LARGEST_WEIGHT = 2.0**WEIGHT_LOG2
+NO_EXPONENT = 2.0**-6 / LARGEST_WEIGHT  # of the largest weight: below it the spacing of e4m3 stays the same
+SPACING = 2.0**-10 / LARGEST_WEIGHT  # half of it
+FLUSHED = 4 * SPACING
 DEVIATIONS = 6.0
 STEP = 0.1
-LARGEST_WEIGHT = 2.0**8
 SCORE_NOISE = 2.0**-11
 SCORE_LOSS = 0.004
 SUM_LOSS = 0.005
@@ -112,14 +112,13 @@ class _Part(NamedTuple):
 def _of_weights(w: Tensor, v: Tensor, total: Tensor, out: Tensor, scores: Tensor) -> _Part:
     """What rounding of weights costs."""
     small = w.clamp_max(SPACING)
-    e = torch.where(w < NO_EXPONENT, small, torch.minimum(ROUNDING * w, 1 - w)) / total
+    e = torch.where(w < NO_EXPONENT, small, ROUNDING * w) / total
     squares = e.square() / 3
     factor = (3.0 * (w > 0).sum(dim=-1, keepdim=True)).sqrt().clamp_max(DEVIATIONS)
     of_sums = squares.sum(dim=-1, keepdim=True)
-    around_zero = squares @ v.square()
-    around_out = around_zero - 2 * out * (squares @ v) + out.square() * of_sums
+    around_out = squares @ v.square() - 2 * out * (squares @ v) + out.square() * of_sums
     plain = _plain_error(w, v, total, out)
-    independent = _Part(factor * torch.maximum(around_zero, around_out).sqrt(), factor * of_sums.sqrt())
+    independent = _Part(factor * around_out.clamp_min(0.0).sqrt(), factor * of_sums.sqrt())
 
     p = w / total
     centred = torch.where(p > 0, scores - (p * torch.where(p > 0, scores, 0.0)).sum(dim=-1, keepdim=True), 0.0)
@@ -138,8 +137,7 @@ def _plain_error(w: Tensor, v: Tensor, total: Tensor, out: Tensor) -> _Part:
     codes = (w * LARGEST_WEIGHT).float().to(torch.float8_e4m3fn).to(torch.float64) / LARGEST_WEIGHT
     sums = codes.sum(dim=-1, keepdim=True)
     sums = torch.where(sums == 0, 1.0, sums)
-    weighted = codes @ v
-    errors = torch.maximum((weighted / sums - out).abs(), (weighted / total - out).abs())
+    errors = (codes @ v / sums - out).abs()
     of_rows = errors.amax(dim=-1, keepdim=True) if v.shape[-1] else torch.zeros_like(total)
     return _Part(of_rows, (sums / total).log().abs())
 

@@ -58,6 +58,11 @@ class Epilogue:
                 mLSE[start + row] = cutlass.select_(total == 0.0, -Float32.inf, lse)
 
     @cute.jit
+    def scale(self, acc_o: cute.Tensor, softmax: SoftmaxState) -> None:
+        """Multiply the rows of O by their factors."""
+        scale_rows(acc_as_rows(acc_o), softmax.rescale)
+
+    @cute.jit
     def store_o(
         self,
         args: ForwardArgs,
@@ -73,7 +78,7 @@ class Epilogue:
     ) -> None:
         """Normalise O, stage it in sO, (64, tile_hdimv), and start its store to this band of the head's rows; `wait_stored` says
         when the buffer may be written again. After `begin`."""
-        scale_rows(acc_as_rows(acc_o), softmax.rescale)
+        self.scale(acc_o, softmax)
         dtype = ELEMENT_TYPES[self.plan.out_dtype]
         store_matrix = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), dtype)
         r2s = cute.make_tiled_copy_C(store_matrix, atoms.mma_pv).get_slice(thread)
