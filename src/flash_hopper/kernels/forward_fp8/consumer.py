@@ -150,6 +150,7 @@ class Fp8Consumer(Consumer):
         q_slot: Int32,
         k_state: Any,
         v_state: Any,
+        unsure: Int32,
         wg: Int32,
         n_block: Int32,
         ends: Constexpr[Ends],
@@ -161,13 +162,14 @@ class Fp8Consumer(Consumer):
         if const_expr(not self.plan.overlaps):  # of the block before
             pipes.v.consumer_release(v_state)
             v_state.advance()
-        await_stage(pipes.k, k_state, self.plan.frees_unseen)
+        block = part.blocks.end - 2 - n_block  # whose V is read, if products overlap
+        await_stage(pipes.k, k_state, self.is_unsure(block + 1, unsure))
         issue(
             atoms.mma_qk, frags.acc_S, frags.tSrQ[None, None, None, q_slot],
             frags.tSrK[None, None, None, k_state.index], True,
         )  # fmt: skip
         if const_expr(self.plan.overlaps):
-            await_stage(pipes.v, v_state, self.plan.frees_unseen)
+            await_stage(pipes.v, v_state, self.is_unsure(block, unsure))
             self.issue_values(atoms, frags, v_state.index)
         if const_expr(self.plan.overlaps):
             warpgroup.wait_group(1)  # QK done, PV may still run
