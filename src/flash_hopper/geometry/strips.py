@@ -10,6 +10,7 @@ brute force.
 from typing import NamedTuple
 
 from flash_hopper.geometry.arith import Int
+from flash_hopper.geometry.fp8 import key_at
 from flash_hopper.problem.fp8 import FP8_BLOCK
 
 BLOCK_ROWS = FP8_BLOCK  # rows of one head that share a scale, and that a CTA handles at a time
@@ -17,6 +18,8 @@ STRIP = 64  # consecutive elements of a thread; a Hadamard block is a part of a 
 CHUNK_BYTES = 16
 COLUMNS = 8  # elements of a row that a thread transposes
 KEYS = 8  # keys of them
+CODE_COLUMNS = 16  # the same of codes that are only reordered: a chunk of each key
+CODE_KEYS = 4  # a word of each column
 
 
 def threads_of(head_dim: int) -> int:
@@ -68,3 +71,35 @@ def transposed_word(place: TransposePlace, element: int, half: int) -> Int:
 def transposed_chunk(row: Int, unit: Int) -> Int:
     """Where, in chunks of 16 bytes, keys [16 * unit, 16 * unit + 16) of a row of the transposed block lie."""
     return row * 8 + (unit ^ (row // COLUMNS & 7))
+
+
+class CodePlace(NamedTuple):
+    """Which codes a thread reorders: `CODE_COLUMNS` from 16 * `column` on, of the keys 32 * `group` + 16 * `half` + those of lane
+    `quad`."""
+
+    column: Int
+    quad: Int
+    half: Int
+    group: Int
+
+
+def code_place(thread: Int, head_dim: int) -> CodePlace:
+    """A warp takes 4 columns (or 2 or 1, if the head dim has no more in common) of 4 quads and both halves at a time.
+
+    Fewer columns are those of 2 or 4 groups, whose words are then in other banks: 0 and 2 come before 1 and 3.
+    """
+    columns = head_dim // CODE_COLUMNS
+    width = min(columns & -columns, 4)
+    rest = thread // (8 * width)
+    group = rest % 2 * 2 + rest // 2 % 2
+    return CodePlace(thread % width + rest // 4 * width, thread // width % 4, thread // (4 * width) % 2, group)
+
+
+def code_key(place: CodePlace, i: int) -> Int:
+    """The `i`-th key of a thread, in the order of the bytes of a word."""
+    return 32 * place.group + 16 * place.half + key_at(CODE_KEYS * place.quad + i)
+
+
+def code_word(place: CodePlace, element: int) -> Int:
+    """Where, in words of 4 bytes, the codes of element `element` of the columns lie in the transposed block."""
+    return transposed_chunk(place.column * CODE_COLUMNS + element, 2 * place.group + place.half) * 4 + place.quad

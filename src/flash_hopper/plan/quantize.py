@@ -7,6 +7,7 @@ and then, by `purpose`, either
   absmax     raises the largest magnitude of the block's group, in memory
   scaled     quantises it with the scale of its group, from what `absmax` has left
   transform  stores it in the dtype of the input
+  reorder    stores codes, which the input already has, transposed
 """
 
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from flash_hopper.plan.budget import SMEM_LIMIT_BYTES, SMEM_RESERVED_BYTES
 from flash_hopper.problem.dtypes import DType
 from flash_hopper.problem.quantize import RotaryKind
 
-Purpose = Literal["block", "absmax", "scaled", "transform"]
+Purpose = Literal["block", "absmax", "scaled", "transform", "reorder"]
 
 MOST_STAGES = 3
 TABLE_BYTES = 1024  # maxima of the warps and places of the tiles in flight
@@ -91,3 +92,21 @@ class QuantizePlan:
             "used" if self.has_seqused else "",
         ]
         return "_".join(part for part in parts if part)
+
+
+def reorder_plan(head_dim: int, is_ragged: bool, has_seqused: bool) -> QuantizePlan:
+    """The kernel that makes the codes of `Fp8Values` from rows of codes."""
+    return QuantizePlan(
+        dtype=DType.E4M3,
+        head_dim=head_dim,
+        purpose="reorder",
+        is_transposed=True,
+        hadamard=0,
+        has_signs=False,
+        rotary="none",
+        rotary_dim=0,
+        has_wide_table=False,
+        has_offsets=False,
+        is_ragged=is_ragged,
+        has_seqused=has_seqused,
+    )

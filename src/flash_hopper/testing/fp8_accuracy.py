@@ -157,7 +157,7 @@ def plans_of(dims: Iterable[int] = OUTLIER_DIMS) -> list[Plan]:
     for d in dims:
         for seqlen_q, dtypes in ((ROWS, ()), (4 * ROWS, (DType.BF16, DType.FP16))):
             shape = BenchShape(SUITE, DType.E4M3, d, d, False, seqlen_q, 4096, 1, HEADS, HEADS)
-            found += [plan_forward_fp8(shape.problem, DType.BF16, form, "transposed") for form in ("scalar", "block")]
+            found += [plan_forward_fp8(shape.problem, DType.BF16, form) for form in ("scalar", "block")]
             for dtype in dtypes:
                 found.append(
                     plan_forward(BenchShape(SUITE, dtype, d, d, False, seqlen_q, 4096, 1, HEADS, HEADS).problem)

@@ -1,4 +1,5 @@
-"""The quantise kernel: e4m3 codes and scales of a tensor with heads, or its Hadamard transform (specification 6.3, 6.4).
+"""The quantise kernel: e4m3 codes and scales of a tensor with heads, its Hadamard transform, or codes in another order
+(specification 6.2 to 6.4).
 
 Bound by memory: each element is read once, 16 bytes at a time, and up to two more blocks are on their way while one is computed.
 """
@@ -23,7 +24,7 @@ from flash_hopper.geometry.arith import maximum
 from flash_hopper.geometry.strips import STRIP, swizzled_pass, transposed_chunk
 from flash_hopper.kernels.quantize.args import BLOCK_INTS, Block, LengthArgs, RotaryArgs, ScaleArgs
 from flash_hopper.kernels.quantize.blocks import make_blocks
-from flash_hopper.kernels.quantize.strips import KeyStrips, RowStrips
+from flash_hopper.kernels.quantize.strips import make_strips
 from flash_hopper.plan.quantize import QuantizePlan
 from flash_hopper.plan.roles import WARP
 from flash_hopper.problem.dtypes import DType
@@ -51,7 +52,7 @@ class QuantizeKernel:
     def __init__(self, plan: QuantizePlan) -> None:
         self.plan = plan
         self.blocks = make_blocks(plan.is_ragged)
-        self.strips = KeyStrips(plan) if plan.is_transposed else RowStrips(plan)
+        self.strips = make_strips(plan)
         self.threads = plan.threads
         self.vector = 16 // plan.dtype.itemsize  # elements of a chunk
         self.row_chunks = plan.head_dim // self.vector
@@ -174,7 +175,7 @@ class QuantizeKernel:
         """A block that lies in sX (vector, chunks)."""
         purpose = self.plan.purpose
         thread = anew(thread, block.written)
-        values = cute.make_rmem_tensor(STRIP, Float32)
+        values = self.strips.registers()
         self.strips.read(sX, values, block, sSigns, rotary, thread)
         if const_expr(purpose in ("block", "absmax")):
             self.post_largest(values, sMaxima, thread)

@@ -1,7 +1,8 @@
 """A thread's 64 values of a block: out of shared memory, turned and transformed, and back as codes.
 
 `RowStrips` are 64 consecutive elements (of one row, or of parts of two, if rows are shorter): rotary embedding and Hadamard
-transform live here. `KeyStrips` are 8 elements of 8 keys, whose codes go back transposed. `layout`: `geometry/strips.py`.
+transform live here. `KeyStrips` are 8 elements of 8 keys, whose codes go back transposed, `CodeStrips` 16 codes of 4 keys.
+Layouts: `geometry/strips.py`.
 
 The Hadamard transform of n = 2^k neighbours, H[i][j] = (-1)^popcount(i & j), is k steps of sums and differences. Those between
 elements up to 32 apart are a thread's own; for n = 128 and 256 one or two follow between lanes. The input is multiplied by 1 / n
@@ -13,13 +14,27 @@ from typing import Any
 from flash_hopper.device.dsl import Constexpr, Float8E4M3FN, Float32, Int32, const_expr, cute, cutlass
 from flash_hopper.geometry.arith import minimum
 from flash_hopper.geometry.fp8 import key_at
-from flash_hopper.geometry.strips import COLUMNS, KEYS, STRIP, swizzled, transpose_place, transposed_word
+from flash_hopper.geometry.strips import (
+    CODE_COLUMNS,
+    CODE_KEYS,
+    COLUMNS,
+    KEYS,
+    STRIP,
+    code_key,
+    code_place,
+    code_word,
+    swizzled,
+    transpose_place,
+    transposed_word,
+)
 from flash_hopper.kernels.quantize.args import Block, RotaryArgs
 from flash_hopper.plan.quantize import QuantizePlan
 from flash_hopper.problem.dtypes import DType
 
 UNUSED_NAN = 0x7FFFE5E5  # arithmetic gives another one
 SIGN_BITS = (0x8000, -0x80000000)  # of the halves of a word
+# Of prmt, which takes its bytes from two words, 0 to 3 and 4 to 7: pairs of their low and high bytes, and of halves
+LOW_BYTES, HIGH_BYTES, LOW_HALVES, HIGH_HALVES = 0x5140, 0x7362, 0x5410, 0x7632
 
 
 class RowStrips:
@@ -29,6 +44,10 @@ class RowStrips:
         self.plan = plan
         self.vector = 16 // plan.dtype.itemsize  # elements of a chunk
         self.chunks = STRIP // self.vector  # of a strip
+
+    def registers(self) -> cute.Tensor:
+        """For the values of a strip."""
+        return cute.make_rmem_tensor(STRIP, Float32)
 
     @property
     def has_packed_signs(self) -> bool:
@@ -215,6 +234,10 @@ class KeyStrips:
         self.plan = plan
         self.chunks = STRIP * plan.dtype.itemsize // 16
 
+    def registers(self) -> cute.Tensor:
+        """For the values of a strip."""
+        return cute.make_rmem_tensor(STRIP, Float32)
+
     @cute.jit
     def read(
         self, sX: cute.Tensor, values: cute.Tensor, block: Block, sSigns: None, rotary: None, thread: Int32
@@ -240,6 +263,51 @@ class KeyStrips:
                 codes = cute.make_rmem_tensor(4, Float8E4M3FN)
                 codes.store(scaled.load().to(Float8E4M3FN))
                 words[transposed_word(place, i, half)] = cute.recast_tensor(codes, Int32)[0]
+
+
+class CodeStrips:
+    """16 codes of each of 4 keys, which go back transposed as they are."""
+
+    def __init__(self, plan: QuantizePlan) -> None:
+        self.plan = plan
+        self.chunks = STRIP // CODE_COLUMNS
+
+    def registers(self) -> cute.Tensor:
+        """For the codes of a strip."""
+        return cute.make_rmem_tensor(CODE_COLUMNS, Int32)
+
+    @cute.jit
+    def read(
+        self, sX: cute.Tensor, words: cute.Tensor, block: Block, sSigns: None, rotary: None, thread: Int32
+    ) -> None:
+        """words (16,): the codes of 4 keys for each column."""
+        place = code_place(thread, self.plan.head_dim)
+        found = cute.make_rmem_tensor((CODE_COLUMNS // 4, CODE_KEYS), Int32)  # 4 columns a word, of each key
+        for k in cutlass.range_constexpr(CODE_KEYS):
+            chunk = code_key(place, k) * (self.plan.head_dim // CODE_COLUMNS) + place.column
+            source = cute.recast_tensor(sX[None, swizzled(chunk, self.chunks)], Int32)
+            cute.autovec_copy(source, found[None, k])
+        for i in cutlass.range_constexpr(CODE_COLUMNS // 4):
+            a, b, c, d = (found[i, k] for k in range(CODE_KEYS))
+            for j, pairs in ((0, LOW_BYTES), (2, HIGH_BYTES)):
+                low, high = cute.arch.prmt(a, b, pairs), cute.arch.prmt(c, d, pairs)
+                words[4 * i + j] = cute.arch.prmt(low, high, LOW_HALVES)
+                words[4 * i + j + 1] = cute.arch.prmt(low, high, HIGH_HALVES)
+
+    @cute.jit
+    def write(self, sOut: cute.Tensor, words: cute.Tensor, factor: Float32, thread: Int32) -> None:
+        """The words to the transposed block in sOut (16, chunks). There is no factor: codes stay what they are."""
+        place = code_place(thread, self.plan.head_dim)
+        target = cute.make_tensor(cute.recast_ptr(sOut.iterator, dtype=Int32), cute.make_layout(32 * self.plan.head_dim))
+        for i in cutlass.range_constexpr(CODE_COLUMNS):
+            target[code_word(place, i)] = words[i]
+
+
+def make_strips(plan: QuantizePlan) -> RowStrips | KeyStrips | CodeStrips:
+    """The object for a plan."""
+    if plan.purpose == "reorder":
+        return CodeStrips(plan)
+    return KeyStrips(plan) if plan.is_transposed else RowStrips(plan)
 
 
 def after(thread: Int32, value: Float32) -> Int32:
