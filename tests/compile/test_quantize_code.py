@@ -4,9 +4,10 @@ from itertools import product
 
 import pytest
 
-from flash_hopper.geometry.strips import STRIP, hadamard_block
+from flash_hopper.geometry.strips import CODE_COLUMNS, STRIP, hadamard_block
+from flash_hopper.kernels.quantize.strips import HIGH_BYTES, HIGH_HALVES, LOW_BYTES, LOW_HALVES
 from flash_hopper.plan.budget import SMEM_LIMIT_BYTES
-from flash_hopper.plan.quantize import QuantizePlan
+from flash_hopper.plan.quantize import QuantizePlan, reorder_plan
 from flash_hopper.problem.dtypes import DType
 
 HEAD_DIMS = tuple(range(16, 257, 16))
@@ -40,7 +41,12 @@ TURNED = [
 ]
 OTHER_DTYPES = [transformed(d, dtype=dtype) for d, dtype in product((16, 80, *MAIN_DIMS), (DType.FP16, DType.FP32))]
 OTHER_DTYPES += [plan_of(d, dtype=DType.FP32, is_transposed=True) for d in MAIN_DIMS]
-PLANS = list(dict.fromkeys([*PLAIN, *TRANSFORMED, *PURPOSES, *TURNED, *OTHER_DTYPES]))
+REORDERED = [reorder_plan(d, is_ragged=False, has_seqused=False) for d in HEAD_DIMS]
+REORDERED += [
+    reorder_plan(d, ragged, used)
+    for d, (ragged, used) in product(MAIN_DIMS, ((True, False), (True, True), (False, True)))
+]
+PLANS = list(dict.fromkeys([*PLAIN, *TRANSFORMED, *PURPOSES, *TURNED, *OTHER_DTYPES, *REORDERED]))
 
 every_plan = pytest.mark.parametrize("plan", PLANS, ids=lambda p: p.name)
 
@@ -90,6 +96,26 @@ def test_the_transform_takes_its_sums_and_no_more_shuffles_than_lanes_share_a_bl
     if plan.hadamard:
         steps = min(plan.hadamard, STRIP).bit_length() - 2  # beyond the first, which multiplies too
         assert report.count("FADD") >= STRIP * steps
+
+
+@pytest.mark.parametrize("plan", REORDERED, ids=lambda p: p.name)
+def test_codes_are_moved_and_never_computed(plan, kernels):
+    report = kernels.report(plan)
+    assert report.count("F2FP") == report.count("FMUL") == report.count("FADD") == report.count("FFMA") == 0
+    assert report.count("STS") >= CODE_COLUMNS and report.count("LDS.128") >= STRIP // CODE_COLUMNS
+
+
+def permuted(low, high, selector):
+    """prmt of two words, each a list of bytes."""
+    return [(low + high)[selector >> 4 * i & 7] for i in range(4)]
+
+
+def test_four_permutations_gather_the_bytes_of_each_column():
+    words = [[(key, column) for column in range(4)] for key in "abcd"]
+    for j, pairs in ((0, LOW_BYTES), (2, HIGH_BYTES)):
+        low, high = permuted(*words[:2], pairs), permuted(*words[2:], pairs)
+        for i, halves in ((0, LOW_HALVES), (1, HIGH_HALVES)):
+            assert permuted(low, high, halves) == [(key, j + i) for key in "abcd"]
 
 
 @every_plan

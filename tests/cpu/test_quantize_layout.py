@@ -6,9 +6,14 @@ import torch
 from flash_hopper.geometry.fp8 import key_at
 from flash_hopper.geometry.strips import (
     BLOCK_ROWS,
+    CODE_COLUMNS,
+    CODE_KEYS,
     COLUMNS,
     KEYS,
     STRIP,
+    code_key,
+    code_place,
+    code_word,
     hadamard_block,
     swizzled,
     swizzled_pass,
@@ -30,6 +35,17 @@ def words_of_thread(thread, head_dim):
         for half in range(2):
             keys = [32 * place.group + 16 * half + key_at(4 * place.quad + j) for j in range(4)]
             yield transposed_word(place, element, half), [(key, place.column * COLUMNS + element) for key in keys]
+
+
+def reordered_words(thread, head_dim):
+    """The same of a thread that moves codes, as `CodeStrips.write` does."""
+    place = code_place(thread, head_dim)
+    for element in range(CODE_COLUMNS):
+        keys = [code_key(place, i) for i in range(CODE_KEYS)]
+        yield code_word(place, element), [(key, place.column * CODE_COLUMNS + element) for key in keys]
+
+
+WRITERS = pytest.mark.parametrize("words_of", [words_of_thread, reordered_words])
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
@@ -65,23 +81,27 @@ def test_a_strip_holds_whole_hadamard_blocks_or_is_one_of_two_or_four_lanes_that
     assert threads_of(head_dim) % 32 == 0
 
 
+@WRITERS
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_the_transposing_threads_read_and_write_every_code_once_and_in_the_order_of_the_reference(head_dim):
+def test_the_transposing_threads_read_and_write_every_code_once_and_in_the_order_of_the_reference(head_dim, words_of):
     codes = torch.arange(BLOCK_ROWS * head_dim).reshape(BLOCK_ROWS, head_dim)
     words = torch.full((head_dim * 32, 4), -1)
     for thread in range(threads_of(head_dim)):
-        for word, cells in words_of_thread(thread, head_dim):
+        for word, cells in words_of(thread, head_dim):
             assert words[word, 0] == -1
             words[word] = torch.tensor([codes[cell] for cell in cells])
     chunks = words.reshape(-1, 16)
     order = [transposed_chunk(row, unit) for row in range(head_dim) for unit in range(8)]
     assert torch.equal(chunks[order].reshape(head_dim, BLOCK_ROWS), transposed(codes))
-    assert KEYS * COLUMNS == STRIP
+    assert KEYS * COLUMNS == CODE_KEYS * CODE_COLUMNS == STRIP
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
-def test_no_two_lanes_of_a_warp_write_words_to_one_bank(head_dim):
+@pytest.mark.parametrize(
+    ("head_dim", "words_of"),
+    [*((d, words_of_thread) for d in (64, 128, 192, 256)), *((d, reordered_words) for d in HEAD_DIMS)],
+)
+def test_no_two_lanes_of_a_warp_write_words_to_one_bank(head_dim, words_of):
     for warp in range(threads_of(head_dim) // 32):
-        lanes = [list(words_of_thread(32 * warp + lane, head_dim)) for lane in range(32)]
+        lanes = [list(words_of(32 * warp + lane, head_dim)) for lane in range(32)]
         for step in range(2 * COLUMNS):
             assert len({lane[step][0] % 32 for lane in lanes}) == 32

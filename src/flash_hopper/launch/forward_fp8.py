@@ -15,8 +15,8 @@ from flash_hopper.compile.store import get_kernel
 from flash_hopper.geometry.masks import kernel_bounds
 from flash_hopper.kernels.forward_fp8.support import DTYPES, OUT_DTYPES, SUPPORTED
 from flash_hopper.launch.device import device_facts, tile_counter, unit_descale
-from flash_hopper.launch.fp8_values import Reordering, prepare_reordering
 from flash_hopper.launch.forward import SMALLEST_SCALE, Result, grid_of
+from flash_hopper.launch.fp8_values import Reordering, prepare_reordering
 from flash_hopper.launch.ragged import (
     RaggedLaunch,
     addressable_rows,

@@ -335,7 +335,15 @@ def sanitizer() -> list[Case]:
         ),
         fp8_case((64, 48), (70, 200), v_form="rows"),
         fp8_case(
-            128, (70, 200), "causal", batch=3, packed="qk", used="k", slack=5, lengths_q="equal", lengths_k="random",
+            128,
+            (70, 200),
+            "causal",
+            batch=3,
+            packed="qk",
+            used="k",
+            slack=5,
+            lengths_q="equal",
+            lengths_k="random",
             v_form="rows",
         ),
     ]

@@ -298,7 +298,9 @@ class CodeStrips:
     def write(self, sOut: cute.Tensor, words: cute.Tensor, factor: Float32, thread: Int32) -> None:
         """The words to the transposed block in sOut (16, chunks). There is no factor: codes stay what they are."""
         place = code_place(thread, self.plan.head_dim)
-        target = cute.make_tensor(cute.recast_ptr(sOut.iterator, dtype=Int32), cute.make_layout(32 * self.plan.head_dim))
+        target = cute.make_tensor(
+            cute.recast_ptr(sOut.iterator, dtype=Int32), cute.make_layout(32 * self.plan.head_dim)
+        )
         for i in cutlass.range_constexpr(CODE_COLUMNS):
             target[code_word(place, i)] = words[i]
 
