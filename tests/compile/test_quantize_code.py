@@ -7,7 +7,7 @@ import pytest
 from flash_hopper.geometry.strips import CODE_COLUMNS, STRIP, hadamard_block
 from flash_hopper.kernels.quantize.strips import HIGH_BYTES, HIGH_HALVES, LOW_BYTES, LOW_HALVES
 from flash_hopper.plan.budget import SMEM_LIMIT_BYTES
-from flash_hopper.plan.quantize import QuantizePlan, reorder_plan
+from flash_hopper.plan.quantize import plan_quantize, reorder_plan
 from flash_hopper.problem.dtypes import DType
 
 HEAD_DIMS = tuple(range(16, 257, 16))
@@ -15,11 +15,7 @@ MAIN_DIMS = (64, 128, 256)
 
 
 def plan_of(head_dim, purpose="block", dtype=DType.BF16, **changes):
-    fields = {
-        "is_transposed": False, "hadamard": 0, "has_signs": False, "rotary": "none", "rotary_dim": 0, "has_wide_table": False,
-        "has_offsets": False, "is_ragged": False, "has_seqused": False,
-    }  # fmt: skip
-    return QuantizePlan(dtype=dtype, head_dim=head_dim, purpose=purpose, **(fields | changes))
+    return plan_quantize(dtype, head_dim, purpose, **changes)
 
 
 def transformed(head_dim, purpose="block", dtype=DType.BF16, **changes):

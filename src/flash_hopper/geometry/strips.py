@@ -14,7 +14,8 @@ from flash_hopper.geometry.fp8 import key_at
 from flash_hopper.problem.fp8 import FP8_BLOCK
 
 BLOCK_ROWS = FP8_BLOCK  # rows of one head that share a scale, and that a CTA handles at a time
-STRIP = 64  # consecutive elements of a thread; a Hadamard block is a part of a strip, or 2 or 4 strips
+STRIP = 64  # elements of a thread; a Hadamard block is a part of a strip, or 2 or 4 strips
+LONG_STRIP = 128  # the same, where so many registers pay
 CHUNK_BYTES = 16
 COLUMNS = 8  # elements of a row that a thread transposes
 KEYS = 8  # keys of them
@@ -22,9 +23,9 @@ CODE_COLUMNS = 16  # the same of codes that are only reordered: a chunk of each 
 CODE_KEYS = 4  # a word of each column
 
 
-def threads_of(head_dim: int) -> int:
+def threads_of(head_dim: int, strip: int) -> int:
     """Threads of a CTA: a strip each."""
-    return BLOCK_ROWS * head_dim // STRIP
+    return BLOCK_ROWS * head_dim // strip
 
 
 def hadamard_block(head_dim: int) -> int:
@@ -34,14 +35,17 @@ def hadamard_block(head_dim: int) -> int:
 
 def swizzled(chunk: Int, chunks_per_strip: int) -> Int:
     """Where a chunk of 16 bytes lies, in chunks: the low three bits are turned by the number of the strip."""
-    shift = 4 if chunks_per_strip == 16 else 3
-    return chunk ^ ((chunk >> shift) & 7)
+    return chunk ^ ((chunk >> swizzle_shift(chunks_per_strip)) & 7)
+
+
+def swizzle_shift(chunks_per_strip: int) -> int:
+    """Which bits of a chunk's number turn the low three: those of the strip's number, or, of short strips, those above."""
+    return max(3, chunks_per_strip.bit_length() - 1)
 
 
 def swizzled_pass(thread: Int, i: int, threads: int, chunks_per_strip: int) -> Int:
     """`swizzled(thread + i * threads, chunks_per_strip)`, by one addition where the threads are a multiple of what it turns."""
-    turn = 128 if chunks_per_strip == 16 else 64
-    if threads % turn == 0:
+    if threads % (8 << swizzle_shift(chunks_per_strip)) == 0:
         return swizzled(thread, chunks_per_strip) + i * threads
     return swizzled(thread + i * threads, chunks_per_strip)
 

@@ -21,7 +21,7 @@ from flash_hopper.device.dsl import (
 )
 from flash_hopper.device.ptx import copy_async_16
 from flash_hopper.geometry.arith import maximum
-from flash_hopper.geometry.strips import STRIP, swizzled_pass, transposed_chunk
+from flash_hopper.geometry.strips import swizzled_pass, transposed_chunk
 from flash_hopper.kernels.quantize.args import BLOCK_INTS, Block, LengthArgs, RotaryArgs, ScaleArgs
 from flash_hopper.kernels.quantize.blocks import make_blocks
 from flash_hopper.kernels.quantize.strips import make_strips
@@ -158,7 +158,7 @@ class QuantizeKernel:
                     sBlocks[i, stage] = block[i]
             row, column = thread // self.row_chunks, thread % self.row_chunks
             rows_per_pass = self.threads // self.row_chunks
-            passes = STRIP // self.vector
+            passes = self.plan.strip // self.vector
             gX = mX[block.entry, None, block.head, None]
             for i in cutlass.range_constexpr(passes):
                 at = row + i * rows_per_pass
@@ -193,7 +193,7 @@ class QuantizeKernel:
         if const_expr(purpose != "absmax"):
             size = 128 // self.out_dtype.width
             pointer = cute.recast_ptr(sX.iterator, dtype=self.out_dtype)
-            sOut = cute.make_tensor(pointer, cute.make_layout((size, self.threads * (STRIP // size))))
+            sOut = cute.make_tensor(pointer, cute.make_layout((size, self.threads * (self.plan.strip // size))))
             self.strips.write(sOut, values, factor, thread)
             cute.arch.barrier()
             self.store(mOut, sOut, block, thread)
@@ -210,7 +210,7 @@ class QuantizeKernel:
     def post_largest(self, values: cute.Tensor, sMaxima: cute.Tensor, thread: Int32) -> None:
         """The largest magnitude of a warp's values to shared memory. NaNs do not count."""
         tops = [Float32(0.0)] * 4
-        for i in range(STRIP):
+        for i in range(self.plan.strip):
             tops[i % 4] = cute.arch.fmax(tops[i % 4], cute.math.absf(values[i]))
         top = cute.arch.fmax(cute.arch.fmax(tops[0], tops[1]), cute.arch.fmax(tops[2], tops[3]))
         top = cute.arch.warp_reduction(top, cute.arch.fmax, threads_in_group=WARP)
@@ -257,7 +257,7 @@ class QuantizeKernel:
         else:
             row_chunks = self.plan.head_dim * self.out_dtype.width // 128
         size = cute.size(sOut, mode=[0])
-        passes, rows_per_pass = STRIP // size, self.threads // row_chunks
+        passes, rows_per_pass = self.plan.strip // size, self.threads // row_chunks
         row, column = thread // row_chunks, thread % row_chunks
         group = min(passes, MOST_PIECES)
         for first in range(0, passes, group):

@@ -1,11 +1,11 @@
-"""A thread's 64 values of a block: out of shared memory, turned and transformed, and back as codes.
+"""A thread's 64 or 128 values of a block: out of shared memory, turned and transformed, and back as codes.
 
-`RowStrips` are 64 consecutive elements (of one row, or of parts of two, if rows are shorter): rotary embedding and Hadamard
+`RowStrips` are consecutive elements (of one row, or of parts of several, if rows are shorter): rotary embedding and Hadamard
 transform live here. `KeyStrips` are 8 elements of 8 keys, whose codes go back transposed, `CodeStrips` 16 codes of 4 keys.
 Layouts: `geometry/strips.py`.
 
 The Hadamard transform of n = 2^k neighbours, H[i][j] = (-1)^popcount(i & j), is k steps of sums and differences. Those between
-elements up to 32 apart are a thread's own; for n = 128 and 256 one or two follow between lanes. The input is multiplied by 1 / n
+elements of a strip are a thread's own; if n is 2 or 4 strips one or two follow between lanes. The input is multiplied by 1 / n
 first, so that no sum overflows; what is missing then is in the factor that the kernel is given.
 """
 
@@ -43,11 +43,11 @@ class RowStrips:
     def __init__(self, plan: QuantizePlan) -> None:
         self.plan = plan
         self.vector = 16 // plan.dtype.itemsize  # elements of a chunk
-        self.chunks = STRIP // self.vector  # of a strip
+        self.chunks = plan.strip // self.vector  # of a strip
 
     def registers(self) -> cute.Tensor:
         """For the values of a strip."""
-        return cute.make_rmem_tensor(STRIP, Float32)
+        return cute.make_rmem_tensor(self.plan.strip, Float32)
 
     @property
     def has_packed_signs(self) -> bool:
@@ -75,13 +75,13 @@ class RowStrips:
         self, sX: cute.Tensor, values: cute.Tensor, block: Block, sSigns: cute.Tensor | None, rotary: RotaryArgs | None,
         thread: Int32,
     ) -> None:  # fmt: skip
-        """values (64,) float32: the strip of a stage sX (vector, chunks), turned and transformed."""
+        """values (strip,) float32: the strip of a stage sX (vector, chunks), turned and transformed."""
         plan = self.plan
         group = self.pieces_at_once
-        for first in cutlass.range_constexpr(0, STRIP // COLUMNS, group):
+        for first in cutlass.range_constexpr(0, plan.strip // COLUMNS, group):
             angles: list[Any] = [None] * group
             if const_expr(plan.rotary != "none" and group > 1):
-                numbers = [thread * (STRIP // COLUMNS) + first + j for j in range(group)]
+                numbers = [thread * (plan.strip // COLUMNS) + first + j for j in range(group)]
                 angles = [self.angles(block, rotary, number) for number in numbers]
             for j in cutlass.range_constexpr(group):
                 piece = cute.make_tensor(values.iterator + (first + j) * COLUMNS, cute.make_layout(COLUMNS))
@@ -99,7 +99,7 @@ class RowStrips:
     ) -> None:  # fmt: skip
         """The i-th 8 elements, turned and with their signs, as float32."""
         plan, columns = self.plan, self.plan.head_dim // COLUMNS
-        number = thread * (STRIP // COLUMNS) + i
+        number = thread * (plan.strip // COLUMNS) + i
         own = packed_piece(sX, number, self.chunks)
         if const_expr(plan.has_signs and self.has_packed_signs):
             self.change_packed_signs(own, sSigns, number % columns)
@@ -117,7 +117,7 @@ class RowStrips:
     def pieces_at_once(self) -> int:
         """Pieces of a strip whose angles are on their way from memory at the same time: as many as there are registers for."""
         if self.plan.rotary == "none":
-            return STRIP // COLUMNS
+            return self.plan.strip // COLUMNS
         if self.plan.has_wide_table or self.plan.dtype is DType.FP32:
             return 4 if self.plan.rotary == "interleaved" else 1
         return 8 if self.plan.rotary == "interleaved" else 4
@@ -194,22 +194,22 @@ class RowStrips:
     @cute.jit
     def transform(self, values: cute.Tensor, thread: Int32) -> None:
         """Hadamard transform / n of each n values."""
-        size = self.plan.hadamard
-        for i in cutlass.range_constexpr(0, STRIP, 2):
+        size, strip = self.plan.hadamard, self.plan.strip
+        for i in cutlass.range_constexpr(0, strip, 2):
             a, b = values[i], values[i + 1] * (1.0 / size)
             values[i] = cute.math.fma(a, Float32(1.0 / size), b)
             values[i + 1] = cute.math.fma(a, Float32(1.0 / size), -b)
-        for step in (2, 4, 8, 16, 32):
-            if const_expr(step < size):
-                for i in cutlass.range_constexpr(STRIP):
+        for step in (2, 4, 8, 16, 32, 64):
+            if const_expr(step < min(size, strip)):
+                for i in cutlass.range_constexpr(strip):
                     if const_expr(i & step == 0):
                         a, b = values[i], values[i + step]
                         values[i] = a + b
                         values[i + step] = a - b
         for lanes in (1, 2):
-            if const_expr(lanes * STRIP < size):
+            if const_expr(lanes * strip < size):
                 sign = Float32(1 - thread // lanes % 2 * 2)
-                for i in cutlass.range_constexpr(STRIP):
+                for i in cutlass.range_constexpr(strip):
                     other = cute.arch.shuffle_sync_bfly(values[i], offset=lanes)
                     values[i] = cute.math.fma(values[i], sign, other)
 
@@ -217,13 +217,13 @@ class RowStrips:
     def write(self, sOut: cute.Tensor, values: cute.Tensor, factor: Float32, thread: Int32) -> None:
         """values * factor to the strip's chunks of the result, sOut (vector, chunks)."""
         vector = 16 * 8 // sOut.element_type.width
-        for j in cutlass.range_constexpr(STRIP // vector):
+        for j in cutlass.range_constexpr(self.plan.strip // vector):
             scaled = cute.make_rmem_tensor(vector, Float32)
             for i in cutlass.range_constexpr(vector):
                 scaled[i] = values[j * vector + i] * factor
             codes = cute.make_rmem_tensor(vector, sOut.element_type)
             codes.store(scaled.load().to(sOut.element_type))
-            per_strip = STRIP // vector
+            per_strip = self.plan.strip // vector
             cute.autovec_copy(codes, sOut[None, swizzled(thread * per_strip + j, per_strip)])
 
 
@@ -324,7 +324,7 @@ def after(thread: Int32, value: Float32) -> Int32:
 
 def packed_piece(sX: cute.Tensor, number: Int32, chunks_per_strip: int) -> cute.Tensor:
     """Piece `number` of 8 elements of a stage sX (vector, chunks): one chunk, or two of float32."""
-    vector = STRIP // chunks_per_strip
+    vector = cute.size(sX, mode=[0])
     found = cute.make_rmem_tensor(COLUMNS, sX.element_type)
     for i in range(COLUMNS // vector):
         part = cute.make_tensor(found.iterator + i * vector, cute.make_layout(vector))
