@@ -6,8 +6,8 @@ import pytest
 
 from flash_hopper.geometry.strips import CODE_COLUMNS, STRIP, hadamard_block
 from flash_hopper.kernels.quantize.strips import HIGH_BYTES, HIGH_HALVES, LOW_BYTES, LOW_HALVES
-from flash_hopper.plan.budget import SMEM_LIMIT_BYTES
-from flash_hopper.plan.quantize import plan_quantize, reorder_plan
+from flash_hopper.plan.budget import SMEM_LIMIT_BYTES, SMEM_RESERVED_BYTES
+from flash_hopper.plan.quantize import TABLE_BYTES, plan_quantize, reorder_plan
 from flash_hopper.problem.dtypes import DType
 
 HEAD_DIMS = tuple(range(16, 257, 16))
@@ -61,7 +61,10 @@ def test_nothing_is_spilled_and_ptxas_objects_to_nothing(plan, kernels):
 @every_plan
 def test_the_ctas_of_an_sm_have_the_registers_and_the_memory(plan, kernels):
     assert kernels.report(plan).ptxas.registers * plan.threads * plan.ctas_per_sm <= 65536
-    assert plan.ctas_per_sm * (plan.stages * plan.block_bytes + 2048) <= SMEM_LIMIT_BYTES + 1024
+    assert (
+        plan.ctas_per_sm * (plan.stages * plan.block_bytes + TABLE_BYTES + SMEM_RESERVED_BYTES)
+        <= SMEM_LIMIT_BYTES + 1024
+    )
 
 
 @pytest.mark.parametrize("plan", [*PLAIN, *TRANSFORMED], ids=lambda p: p.name)
@@ -74,9 +77,9 @@ def test_registers_are_left_for_a_ptxas_of_another_version(plan, kernels):
 @every_plan
 def test_the_input_is_loaded_and_the_result_stored_16_bytes_at_a_time(plan, kernels):
     report = kernels.report(plan)
-    chunks = STRIP * plan.dtype.itemsize // 16
+    chunks = plan.strip * plan.dtype.itemsize // 16
     assert report.count("LDGSTS") == report.count("LDGSTS.128") == chunks * max(plan.stages, 1)
-    wide = {"absmax": 0, "transform": chunks}.get(plan.purpose, STRIP // 16)
+    wide = {"absmax": 0, "transform": chunks}.get(plan.purpose, plan.strip // 16)
     assert report.count("STG.128") == wide
     passes_over = plan.is_ragged and not plan.is_transposed  # blocks without rows, which have a scale all the same
     assert report.count("STG") <= wide + 1 + passes_over
@@ -85,13 +88,13 @@ def test_the_input_is_loaded_and_the_result_stored_16_bytes_at_a_time(plan, kern
 @pytest.mark.parametrize("plan", [*TRANSFORMED, *PLAIN], ids=lambda p: p.name)
 def test_the_transform_takes_its_sums_and_no_more_shuffles_than_lanes_share_a_block(plan, kernels):
     report = kernels.report(plan)
-    lanes = max(1, plan.hadamard // STRIP)
+    lanes = max(1, plan.hadamard // plan.strip)
     reduction = 5  # of the largest magnitude over a warp
-    assert report.count("SHFL.BFLY") == STRIP * (lanes.bit_length() - 1) + reduction
-    assert report.count("F2FP.E4M3") == STRIP // 2
+    assert report.count("SHFL.BFLY") == plan.strip * (lanes.bit_length() - 1) + reduction
+    assert report.count("F2FP.E4M3") == plan.strip // 2
     if plan.hadamard:
-        steps = min(plan.hadamard, STRIP).bit_length() - 2  # beyond the first, which multiplies too
-        assert report.count("FADD") >= STRIP * steps
+        steps = min(plan.hadamard, plan.strip).bit_length() - 2  # beyond the first, which multiplies too
+        assert report.count("FADD") >= plan.strip * steps
 
 
 @pytest.mark.parametrize("plan", REORDERED, ids=lambda p: p.name)

@@ -132,7 +132,7 @@ def test_each_kernel_takes_its_arguments_and_gets_ctas_for_its_blocks(case, laun
     )
     columns = (900 // 128 + 4) if layout == "ragged" else 3
     for plan, recorded in launches.seen:
-        assert recorded.pdl and recorded.block == (256, 1, 1)
+        assert recorded.pdl and recorded.block == (plan.threads, 1, 1)
         assert recorded.grid == (min(SM_COUNT * plan.ctas_per_sm, columns * 4 * (1 if layout == "ragged" else 3)), 1, 1)
         assert (recorded.smem + 1024) * plan.ctas_per_sm <= 228 * 1024
     if isinstance(codes, Fp8Values):

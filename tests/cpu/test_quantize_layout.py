@@ -1,5 +1,7 @@
 """How the quantise kernel cuts a block among its threads: every element has one place and one thread, and banks do not collide."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from flash_hopper.geometry.strips import (
     CODE_KEYS,
     COLUMNS,
     KEYS,
+    LONG_STRIP,
     STRIP,
     code_key,
     code_place,
@@ -22,10 +25,11 @@ from flash_hopper.geometry.strips import (
     transposed_chunk,
     transposed_word,
 )
+from flash_hopper.plan.quantize import may_be_long
 from flash_hopper.reference.quantize import transposed
 
 HEAD_DIMS = range(16, 257, 16)
-CHUNKS = (4, 8, 16)  # of a strip, of 8, 16 and 32 bits
+CHUNKS = (4, 8, 16, 32)  # of a strip: of 8, 16 and 32 bits, and of a long one
 
 
 def words_of_thread(thread, head_dim):
@@ -51,17 +55,22 @@ WRITERS = pytest.mark.parametrize("words_of", [words_of_thread, reordered_words]
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("chunks", CHUNKS)
 def test_swizzled_chunks_are_the_chunks_in_another_order(head_dim, chunks):
-    count = threads_of(head_dim) * chunks
+    count = threads_of(head_dim, STRIP) * chunks
     assert sorted(swizzled(i, chunks) for i in range(count)) == list(range(count))
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("chunks", CHUNKS)
 def test_passes_of_all_threads_go_to_the_same_places(head_dim, chunks):
-    threads = threads_of(head_dim)
-    for i in range(chunks):
-        for thread in range(threads):
+    for threads in (threads_of(head_dim, STRIP), 32):
+        for i, thread in itertools.product(range(chunks), range(threads)):
             assert swizzled_pass(thread, i, threads, chunks) == swizzled(thread + i * threads, chunks)
+
+
+@pytest.mark.parametrize("chunks", CHUNKS[1:])
+def test_the_part_of_a_warp_is_swizzled_as_the_whole(chunks):
+    for warp, chunk in itertools.product(range(16), range(32 * chunks)):
+        assert swizzled(warp * 32 * chunks + chunk, chunks) == warp * 32 * chunks + swizzled(chunk, chunks)
 
 
 @pytest.mark.parametrize("chunks", CHUNKS)
@@ -77,8 +86,10 @@ def test_strips_and_rows_of_chunks_meet_eight_banks_of_16_bytes(chunks):
 def test_a_strip_holds_whole_hadamard_blocks_or_is_one_of_two_or_four_lanes_that_do(head_dim):
     size = hadamard_block(head_dim)
     assert head_dim % size == 0 and (head_dim // size) % 2 == 1
-    assert STRIP % size == 0 or (size // STRIP in (2, 4) and size == head_dim)
-    assert threads_of(head_dim) % 32 == 0
+    for strip in (STRIP, LONG_STRIP):
+        assert strip % size == 0 or (size // strip in (2, 4) and size == head_dim)
+    assert threads_of(head_dim, STRIP) % 32 == 0
+    assert may_be_long(head_dim, is_transposed=False) == (threads_of(head_dim, LONG_STRIP) % 32 == 0)
 
 
 @WRITERS
@@ -86,7 +97,7 @@ def test_a_strip_holds_whole_hadamard_blocks_or_is_one_of_two_or_four_lanes_that
 def test_the_transposing_threads_read_and_write_every_code_once_and_in_the_order_of_the_reference(head_dim, words_of):
     codes = torch.arange(BLOCK_ROWS * head_dim).reshape(BLOCK_ROWS, head_dim)
     words = torch.full((head_dim * 32, 4), -1)
-    for thread in range(threads_of(head_dim)):
+    for thread in range(threads_of(head_dim, STRIP)):
         for word, cells in words_of(thread, head_dim):
             assert words[word, 0] == -1
             words[word] = torch.tensor([codes[cell] for cell in cells])
@@ -101,7 +112,7 @@ def test_the_transposing_threads_read_and_write_every_code_once_and_in_the_order
     [*((d, words_of_thread) for d in (64, 128, 192, 256)), *((d, reordered_words) for d in HEAD_DIMS)],
 )
 def test_no_two_lanes_of_a_warp_write_words_to_one_bank(head_dim, words_of):
-    for warp in range(threads_of(head_dim) // 32):
+    for warp in range(threads_of(head_dim, STRIP) // 32):
         lanes = [list(words_of(32 * warp + lane, head_dim)) for lane in range(32)]
         for step in range(2 * COLUMNS):
             assert len({lane[step][0] % 32 for lane in lanes}) == 32

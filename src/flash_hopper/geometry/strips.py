@@ -7,6 +7,7 @@ functions of Python ints or of the DSL's; `kernels/quantize` traces them, `tests
 brute force.
 """
 
+import math
 from typing import NamedTuple
 
 from flash_hopper.geometry.arith import Int
@@ -44,10 +45,10 @@ def swizzle_shift(chunks_per_strip: int) -> int:
 
 
 def swizzled_pass(thread: Int, i: int, threads: int, chunks_per_strip: int) -> Int:
-    """`swizzled(thread + i * threads, chunks_per_strip)`, by one addition where the threads are a multiple of what it turns."""
-    if threads % (8 << swizzle_shift(chunks_per_strip)) == 0:
-        return swizzled(thread, chunks_per_strip) + i * threads
-    return swizzled(thread + i * threads, chunks_per_strip)
+    """`swizzled(thread + i * threads, chunks_per_strip)`, by as few different turns as passes have."""
+    turn = 8 << swizzle_shift(chunks_per_strip)
+    period = math.lcm(turn, threads) // threads  # passes after which the turns are the same again
+    return swizzled(thread + i % period * threads, chunks_per_strip) + i // period * period * threads
 
 
 class TransposePlace(NamedTuple):

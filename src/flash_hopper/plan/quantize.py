@@ -13,7 +13,7 @@ and then, by `purpose`, either
 from dataclasses import dataclass
 from typing import Literal
 
-from flash_hopper.geometry.strips import BLOCK_ROWS, LONG_STRIP, STRIP, threads_of
+from flash_hopper.geometry.strips import BLOCK_ROWS, CHUNK_BYTES, LONG_STRIP, STRIP, threads_of
 from flash_hopper.plan.budget import SMEM_LIMIT_BYTES, SMEM_RESERVED_BYTES
 from flash_hopper.plan.roles import REGISTER_FILE, WARP
 from flash_hopper.problem.dtypes import DType
@@ -22,8 +22,11 @@ from flash_hopper.problem.quantize import RotaryKind
 Purpose = Literal["block", "absmax", "scaled", "transform", "reorder"]
 
 MOST_STAGES = 3
-TABLE_BYTES = 1024  # maxima of the warps and places of the tiles in flight
-STRIP_REGISTERS = {STRIP: 128, LONG_STRIP: 168}  # of a thread: a float32 for each element, and what a block's places take
+TABLE_BYTES = 2048  # maxima and signs, and, for each warp, the places of the blocks in flight
+STRIP_REGISTERS = {
+    STRIP: 128,
+    LONG_STRIP: 168,
+}  # of a thread: a float32 for each element, and what a block's places take
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +35,8 @@ class QuantizePlan:
 
     `hadamard`: elements that are transformed together, a power of two, 0 for none; `rotary_dim`: how many elements are turned;
     `has_wide_table`: cos and sin are float32, else of the dtype; `has_offsets`: positions start at a number of each sequence;
-    `is_transposed`: codes are written as V^T. `strip`: elements of a thread; `ctas_per_sm`: CTAs that an SM is to hold.
+    `is_transposed`: codes are written as V^T. `strip`: elements of a thread; `ctas_per_sm`: CTAs that an SM is to hold;
+    `by_warp`: each warp loads, computes and stores rows of its own, and meets the others only for the scale.
     """
 
     dtype: DType
@@ -49,6 +53,7 @@ class QuantizePlan:
     has_seqused: bool
     strip: int
     ctas_per_sm: int
+    by_warp: bool
 
     kind = "quantize"
 
@@ -84,6 +89,7 @@ class QuantizePlan:
             "ragged" if self.is_ragged else "",
             "used" if self.has_seqused else "",
             f"s{self.strip}x{self.ctas_per_sm}",
+            "warps" if self.by_warp else "",
         ]
         return "_".join(part for part in parts if part)
 
@@ -115,12 +121,15 @@ def plan_quantize(
     has_seqused: bool = False,
     strip: int | None = None,
     ctas: int | None = None,
+    by_warp: bool | None = None,
 ) -> QuantizePlan:
-    """The plan for a kind of work, with the strip and the CTAs of an SM that are given, or those that are best for it."""
+    """The plan for a kind of work: strip, CTAs of an SM and teams as given, or those that are best for it."""
     if strip is None:
         strip = LONG_STRIP if rotary == "none" and may_be_long(head_dim, is_transposed) else STRIP
     if ctas is None:
         ctas = ctas_for(head_dim, dtype, strip)
+    if by_warp is None:
+        by_warp = not is_transposed and may_be_by_warp(head_dim, dtype, ctas)
     return QuantizePlan(
         dtype=dtype,
         head_dim=head_dim,
@@ -136,12 +145,19 @@ def plan_quantize(
         has_seqused=has_seqused,
         strip=strip,
         ctas_per_sm=ctas,
+        by_warp=by_warp,
     )
 
 
 def may_be_long(head_dim: int, is_transposed: bool) -> bool:
     """Whether threads may have long strips: whole warps of them are needed, and a transposing thread has 8 by 8 values."""
     return not is_transposed and threads_of(head_dim, LONG_STRIP) % WARP == 0
+
+
+def may_be_by_warp(head_dim: int, dtype: DType, ctas: int) -> bool:
+    """Whether a warp has whole rows, which it reads in whole ones at a time, and blocks follow each other in several stages."""
+    row_chunks = head_dim * dtype.itemsize // CHUNK_BYTES
+    return WARP % row_chunks == 0 and stages_for(ctas, block_bytes(head_dim, dtype)) > 1
 
 
 def ctas_for(head_dim: int, dtype: DType, strip: int) -> int:

@@ -215,7 +215,7 @@ class RowStrips:
 
     @cute.jit
     def write(self, sOut: cute.Tensor, values: cute.Tensor, factor: Float32, thread: Int32) -> None:
-        """values * factor to the strip's chunks of the result, sOut (vector, chunks)."""
+        """values * factor to the strip's chunks of the team's result, sOut (vector, chunks); thread: of the team."""
         vector = 16 * 8 // sOut.element_type.width
         for j in cutlass.range_constexpr(self.plan.strip // vector):
             scaled = cute.make_rmem_tensor(vector, Float32)
