@@ -25,7 +25,8 @@ from flash_hopper.geometry.strips import (
     transposed_chunk,
     transposed_word,
 )
-from flash_hopper.plan.quantize import may_be_long
+from flash_hopper.plan.quantize import plan_quantize
+from flash_hopper.problem.dtypes import DType
 from flash_hopper.reference.quantize import transposed
 
 HEAD_DIMS = range(16, 257, 16)
@@ -89,7 +90,9 @@ def test_a_strip_holds_whole_hadamard_blocks_or_is_one_of_two_or_four_lanes_that
     for strip in (STRIP, LONG_STRIP):
         assert strip % size == 0 or (size // strip in (2, 4) and size == head_dim)
     assert threads_of(head_dim, STRIP) % 32 == 0
-    assert may_be_long(head_dim, is_transposed=False) == (threads_of(head_dim, LONG_STRIP) % 32 == 0)
+    for is_transposed, rotary in itertools.product((False, True), ("none", "halves")):
+        plan = plan_quantize(DType.BF16, head_dim, "block", is_transposed=is_transposed, rotary=rotary)
+        assert plan.threads % 32 == 0 and (plan.strip == STRIP or not is_transposed)
 
 
 @WRITERS

@@ -11,7 +11,7 @@ and then, by `purpose`, either
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from flash_hopper.geometry.strips import BLOCK_ROWS, CHUNK_BYTES, LONG_STRIP, STRIP, threads_of
 from flash_hopper.plan.budget import SMEM_LIMIT_BYTES, SMEM_RESERVED_BYTES
@@ -23,6 +23,10 @@ Purpose = Literal["block", "absmax", "scaled", "transform", "reorder"]
 
 MOST_STAGES = 3
 TABLE_BYTES = 2048  # maxima and signs, and, for each warp, the places of the blocks in flight
+PLAIN: dict[str, Any] = {
+    "is_transposed": False, "hadamard": 0, "has_signs": False, "rotary": "none", "rotary_dim": 0, "has_wide_table": False,
+    "has_offsets": False, "is_ragged": False, "has_seqused": False,
+}  # fmt: skip
 STRIP_REGISTERS = {
     STRIP: 128,
     LONG_STRIP: 168,
@@ -110,48 +114,25 @@ def plan_quantize(
     head_dim: int,
     purpose: Purpose,
     *,
-    is_transposed: bool = False,
-    hadamard: int = 0,
-    has_signs: bool = False,
-    rotary: RotaryKind = "none",
-    rotary_dim: int = 0,
-    has_wide_table: bool = False,
-    has_offsets: bool = False,
-    is_ragged: bool = False,
-    has_seqused: bool = False,
     strip: int | None = None,
     ctas: int | None = None,
     by_warp: bool | None = None,
+    **work: Any,
 ) -> QuantizePlan:
-    """The plan for a kind of work: strip, CTAs of an SM and teams as given, or those that are best for it."""
+    """The plan for a kind of work: strip, CTAs of an SM and teams as given, or those that are best for it.
+
+    work: the other fields of `QuantizePlan`, as far as they are not those of `PLAIN`.
+    """
+    what = PLAIN | work
+    is_transposed = what["is_transposed"]
     if strip is None:
-        strip = LONG_STRIP if rotary == "none" and may_be_long(head_dim, is_transposed) else STRIP
+        is_long = what["rotary"] == "none" and not is_transposed and threads_of(head_dim, LONG_STRIP) % WARP == 0
+        strip = LONG_STRIP if is_long else STRIP
     if ctas is None:
         ctas = ctas_for(head_dim, dtype, strip)
     if by_warp is None:
         by_warp = not is_transposed and may_be_by_warp(head_dim, dtype, ctas)
-    return QuantizePlan(
-        dtype=dtype,
-        head_dim=head_dim,
-        purpose=purpose,
-        is_transposed=is_transposed,
-        hadamard=hadamard,
-        has_signs=has_signs,
-        rotary=rotary,
-        rotary_dim=rotary_dim,
-        has_wide_table=has_wide_table,
-        has_offsets=has_offsets,
-        is_ragged=is_ragged,
-        has_seqused=has_seqused,
-        strip=strip,
-        ctas_per_sm=ctas,
-        by_warp=by_warp,
-    )
-
-
-def may_be_long(head_dim: int, is_transposed: bool) -> bool:
-    """Whether threads may have long strips: whole warps of them are needed, and a transposing thread has 8 by 8 values."""
-    return not is_transposed and threads_of(head_dim, LONG_STRIP) % WARP == 0
+    return QuantizePlan(dtype, head_dim, purpose, strip=strip, ctas_per_sm=ctas, by_warp=by_warp, **what)
 
 
 def may_be_by_warp(head_dim: int, dtype: DType, ctas: int) -> bool:

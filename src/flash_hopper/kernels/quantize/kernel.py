@@ -141,7 +141,8 @@ class QuantizeKernel:
                 free = stage + stages - 1 if stage == 0 else stage - 1
                 ahead = number + (stages - 1) * step
                 self.load(mX, sX, sBlocks, lengths, window, ahead, columns, total, free, thread)
-            block = Block(*(sBlocks[i, thread // self.team, stage] for i in range(BLOCK_INTS)))
+            team, _ = self.place_of(thread)
+            block = Block(*(sBlocks[i, team, stage] for i in range(BLOCK_INTS)))
             sStage, sTops = sX[None, None, stage], sMaxima[None, stage]
             if const_expr(self.plan.is_ragged and not self.plan.is_transposed):
                 if block.written > 0:
@@ -152,6 +153,10 @@ class QuantizeKernel:
                 self.compute(mOut, sStage, sTops, scales, sSigns, rotary, factor, block, thread)
             stage = stage + 1 if stage + 1 < stages else Int32(0)
         cute.arch.griddepcontrol_launch_dependents()
+
+    def place_of(self, thread: Int32) -> tuple[Any, Int32]:
+        """(team, which thread of it)."""
+        return (thread // WARP, thread % WARP) if self.plan.by_warp else (0, thread)
 
     @cute.jit
     def meet(self) -> None:
@@ -170,7 +175,7 @@ class QuantizeKernel:
         thread = anew(thread, number)
         if number < total:
             block = self.blocks.block(number, columns, mX, lengths, window)
-            team, member = thread // self.team, thread % self.team
+            team, member = self.place_of(thread)
             if member == 0:
                 for i in cutlass.range_constexpr(BLOCK_INTS):
                     sBlocks[i, team, stage] = block[i]
@@ -178,12 +183,13 @@ class QuantizeKernel:
             row = team * (BLOCK_ROWS // self.teams) + member // self.row_chunks
             passes = self.plan.strip // self.vector
             gX = mX[block.entry, None, block.head, None]
-            sources = chunks_of_rows(gX, block.row + row, column, self.vector, passes, rows_per_pass)
+            rows = passes, rows_per_pass, self.strips.is_tight
+            sources = chunks_of_rows(gX, block.row + row, column, self.vector, *rows)
             for i in cutlass.range_constexpr(passes):
                 chunk = team * (self.team * passes) + swizzled_pass(member, i, self.team, passes)
                 place = sX[None, chunk, stage]
                 size = cutlass.select_(row + i * rows_per_pass < block.used, Int32(CHUNK_BYTES), Int32(0))
-                copy_async_16(place.iterator, sources[None, i].iterator, size)
+                copy_async_16(place.iterator, sources[i].iterator, size)
         cute.arch.cp_async_commit_group()
 
     @cute.jit
@@ -213,10 +219,11 @@ class QuantizeKernel:
             factor = factor / self.group_scale(scales, block, thread)
         if const_expr(purpose != "absmax"):
             size = 128 // self.out_dtype.width
-            start = sX[None, thread // self.team * (self.team * (self.plan.strip // self.vector))]
+            team, member = self.place_of(thread)
+            start = sX[None, team * (self.team * (self.plan.strip // self.vector))]
             pointer = cute.recast_ptr(start.iterator, dtype=self.out_dtype)
             sOut = cute.make_tensor(pointer, cute.make_layout((size, self.team * (self.plan.strip // size))))
-            self.strips.write(sOut, values, factor, thread % self.team)
+            self.strips.write(sOut, values, factor, member)
             self.meet()
             self.store(mOut, sOut, block, thread)
 
@@ -282,18 +289,19 @@ class QuantizeKernel:
             row_chunks = self.plan.head_dim * self.out_dtype.width // 128
         size = cute.size(sOut, mode=[0])
         passes, rows_per_pass = self.plan.strip // size, self.team // row_chunks
-        team, member = thread // self.team, thread % self.team
+        team, member = self.place_of(thread)
         row, column = member // row_chunks, member % row_chunks
         if const_expr(not self.plan.is_transposed):
             row = row + team * (BLOCK_ROWS // self.teams)
+        rows = passes, rows_per_pass, self.strips.is_tight
         if const_expr(self.plan.is_transposed):
             gOut = mOut[block.entry, block.head, None, None]
-            targets = chunks_of_rows(gOut, row, block.column * row_chunks + column, size, passes, rows_per_pass)
+            targets = chunks_of_rows(gOut, row, block.column * row_chunks + column, size, *rows)
         else:
             gOut = mOut[block.entry, None, block.head, None]
-            targets = chunks_of_rows(gOut, block.row + row, column, size, passes, rows_per_pass)
+            targets = chunks_of_rows(gOut, block.row + row, column, size, *rows)
         group = min(passes, MOST_PIECES)
-        for first in range(0, passes, group):
+        for first in cutlass.range_constexpr(0, passes, group):
             pieces = cute.make_rmem_tensor((size, group), self.out_dtype)
             for i in cutlass.range_constexpr(group):
                 if const_expr(self.plan.is_transposed):
@@ -304,19 +312,25 @@ class QuantizeKernel:
             for i in cutlass.range_constexpr(group):
                 at = row + (first + i) * rows_per_pass
                 if const_expr(self.plan.is_transposed):
-                    cute.autovec_copy(pieces[None, i], targets[None, first + i])
+                    cute.autovec_copy(pieces[None, i], targets[first + i])
                 else:
                     if at < block.written:
-                        cute.autovec_copy(pieces[None, i], targets[None, first + i])
+                        cute.autovec_copy(pieces[None, i], targets[first + i])
 
 
-def chunks_of_rows(g: cute.Tensor, row: Int32, column: Int32, size: int, rows: int, step: int) -> cute.Tensor:
-    """(size, rows): chunk `column`, of `size` elements, of the rows `row`, `row` + step, ... of g (rows, elements).
+def chunks_of_rows(
+    g: cute.Tensor, row: Int32, column: Int32, size: int, rows: int, step: int, is_tight: bool
+) -> list[cute.Tensor]:
+    """Chunk `column`, of `size` elements, of the rows `row`, `row` + step, ... of g (rows, elements).
 
-    One product for all of them: a row's place is 64 bits wide, and a product of it takes six instructions.
+    One product for all of them, as that of a row's place, 64 bits wide, takes six instructions. is_tight: one for each, which
+    keeps fewer registers from block to block.
     """
+    if is_tight:
+        return [cute.local_tile(g[row + i * step, None], (size,), (column,)) for i in range(rows)]
     first = cute.local_tile(g[row, None], (size,), (column,))
-    return cute.make_tensor(first.iterator, cute.make_layout((size, rows), stride=(1, step * g.stride[0])))
+    whole = cute.make_tensor(first.iterator, cute.make_layout((size, rows), stride=(1, step * g.stride[0])))
+    return [whole[None, i] for i in range(rows)]
 
 
 def anew(thread: Int32, known: Int32) -> Int32:

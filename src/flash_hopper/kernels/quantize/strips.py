@@ -50,6 +50,11 @@ class RowStrips:
         return cute.make_rmem_tensor(self.plan.strip, Float32)
 
     @property
+    def is_tight(self) -> bool:
+        """Whether angles leave so few registers that one piece at a time is turned."""
+        return self.pieces_at_once == 1
+
+    @property
     def has_packed_signs(self) -> bool:
         """Signs are applied to 16-bit elements as they lie in memory, else to float32 values."""
         return self.plan.dtype.itemsize == 2 and self.plan.rotary == "none"
@@ -230,6 +235,8 @@ class RowStrips:
 class KeyStrips:
     """8 elements of each of 8 keys, as the transposed block wants them."""
 
+    is_tight = False
+
     def __init__(self, plan: QuantizePlan) -> None:
         self.plan = plan
         self.chunks = STRIP * plan.dtype.itemsize // 16
@@ -267,6 +274,8 @@ class KeyStrips:
 
 class CodeStrips:
     """16 codes of each of 4 keys, which go back transposed as they are."""
+
+    is_tight = False
 
     def __init__(self, plan: QuantizePlan) -> None:
         self.plan = plan
