@@ -69,8 +69,10 @@ def flash_attn_func(
     q, k and v may be jagged tensors (torch.nested, layout torch.jagged) of shape (batch, j, heads, head_dim), q and k with
     different offsets; out is then jagged like q and lse is (heads, total_q).
 
-    e4m3: with q and k in float8_e4m3fn, and v as `Fp8Values`, which `quantize_fp8(v, values=True)` makes, the call is attention of
-    codes times descales. q_descale, k_descale, v_descale: float32 on q's device, finite and above 0: None (1), one element
+    e4m3: with q, k and v in float8_e4m3fn the call is attention of codes times descales. v is given like k, or as `Fp8Values`,
+    which `quantize_fp8(v, values=True)` makes: the form that is multiplied, in which a v in rows is first brought, by another
+    launch, into memory of the call. Both give the same bits; `Fp8Values` save the transposition, of a v that is used again
+    each time. q_descale, k_descale, v_descale: float32 on q's device, finite and above 0: None (1), one element
     (shape () or (1,)), (batch, heads_k) for each batch entry and key head, of q too, or a factor for each 128 rows, (batch, heads of
     the tensor, ceil(seqlen / 128)). Values are not read back, and not checked. Head dims are multiples of 16; out is
     bfloat16, or float16 if the given one is. Such a call has no gradient and is no operator. Descales of tensors that are not e4m3
@@ -156,7 +158,7 @@ def flash_attn_varlen_func(
     need not be right. A tensor on a GPU is not read. page_table: not supported yet. Other options as in
     `flash_attn_func`; out like q with head_dim_v.
 
-    e4m3 as in `flash_attn_func`, batch standing for sequences. Descales of 128 rows of packed tensors: (heads of the tensor, total // 128 +
+    e4m3 as in `flash_attn_func`, v in rows or as `Fp8Values`, batch standing for sequences. Descales of 128 rows of packed tensors: (heads of the tensor, total // 128 +
     sequences + 1), block j of sequence b in column cu_seqlens[b] // 128 + b + j; other columns are not read.
 
     Returns out like q with head_dim_v, or (out, lse) with lse (heads, total_q), or (batch, heads, seqlen_q) for padded q;

@@ -61,7 +61,7 @@ def checked(q=None, k=None, v=None, descales=NONE, out=None, sequences=None, **o
 
 def planned(v=None, descales=NONE, **options):
     problem, _, form = checked(v=v, descales=descales, **options)
-    return supported_plan(problem, tensors()[2] if v is None else v, form, torch.bfloat16, "the kernel")
+    return supported_plan(problem, form, torch.bfloat16, "the kernel")
 
 
 def refuses(error, match):
@@ -156,9 +156,11 @@ def test_out_is_bfloat16_or_float16_of_the_right_shape():
         checked(out=torch.empty(BATCH, ROWS, HEADS, DIM + 16, dtype=torch.bfloat16))
 
 
-def test_values_in_rows_are_refused_with_the_way_to_what_is_taken():
-    with refuses(UnsupportedError, r"v in rows; quantize_fp8\(v, values=True\)"):
-        planned(v=codes(BATCH, KEYS, HEADS_K, DIM))
+def test_values_in_rows_have_the_plan_of_transposed_ones():
+    for descales in (NONE, Descales(None, None, torch.ones(BATCH, HEADS_K, block_count(KEYS)))):
+        assert planned(v=codes(BATCH, KEYS, HEADS_K, DIM), descales=descales) == planned(descales=descales)
+    with refuses(ArgumentError, "heads of v"):
+        checked(v=codes(BATCH, KEYS + 1, HEADS_K, DIM))
 
 
 @pytest.mark.parametrize(
@@ -182,7 +184,7 @@ def test_gradients_are_refused():
     problem, _, form = checked()
     q = replace(problem, features=problem.features | {feature_of_gradients()})
     with refuses(UnsupportedError, "gradients"):
-        supported_plan(q, tensors()[2], form, torch.bfloat16, "the kernel")
+        supported_plan(q, form, torch.bfloat16, "the kernel")
 
 
 def feature_of_gradients():
@@ -209,7 +211,7 @@ def test_packed_batches_are_taken_with_the_forms_of_their_descales():
     heads = Descales(None, torch.ones(BATCH, HEADS_K), None)
     for descales in (NONE, heads, Descales(blocks, blocks[:HEADS_K], blocks[:HEADS_K])):
         problem, _, form = checked(q, k, v, descales, sequences=sequences)
-        plan = supported_plan(problem, v, form, torch.bfloat16, "the kernel")
+        plan = supported_plan(problem, form, torch.bfloat16, "the kernel")
         assert plan.is_ragged and plan.descales == form
     with refuses(ArgumentError, "k_descale must have shape"):
         checked(q, k, v, Descales(None, blocks[:HEADS_K, 1:], None), sequences=sequences)

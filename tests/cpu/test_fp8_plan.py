@@ -148,7 +148,7 @@ def test_plain_accumulation_sums_in_the_tensor_core():
 
 def test_what_the_caller_asked_is_in_the_plan():
     p = fp8_problem(128, mask="causal", ragged=True, negated=True)
-    plan = plan_forward_fp8(p, DType.FP16, "block", "transposed")
-    assert (plan.out_dtype, plan.descales, plan.values, plan.mask) == (DType.FP16, "block", "transposed", "causal")
+    plan = plan_forward_fp8(p, DType.FP16, "block")
+    assert (plan.out_dtype, plan.descales, plan.mask) == (DType.FP16, "block", "causal")
     assert plan.is_ragged and plan.has_lse and plan.negates_scores and plan.scheduler == "dynamic"
     assert not plan.shares_tiles and not plan.has_pingpong

@@ -1,14 +1,22 @@
 """How the quantise kernel cuts a block among its threads: every element has one place and one thread, and banks do not collide."""
 
+import itertools
+
 import pytest
 import torch
 
 from flash_hopper.geometry.fp8 import key_at
 from flash_hopper.geometry.strips import (
     BLOCK_ROWS,
+    CODE_COLUMNS,
+    CODE_KEYS,
     COLUMNS,
     KEYS,
+    LONG_STRIP,
     STRIP,
+    code_key,
+    code_place,
+    code_word,
     hadamard_block,
     swizzled,
     swizzled_pass,
@@ -17,10 +25,12 @@ from flash_hopper.geometry.strips import (
     transposed_chunk,
     transposed_word,
 )
+from flash_hopper.plan.quantize import plan_quantize
+from flash_hopper.problem.dtypes import DType
 from flash_hopper.reference.quantize import transposed
 
 HEAD_DIMS = range(16, 257, 16)
-CHUNKS = (4, 8, 16)  # of a strip, of 8, 16 and 32 bits
+CHUNKS = (4, 8, 16, 32)  # of a strip: of 8, 16 and 32 bits, and of a long one
 
 
 def words_of_thread(thread, head_dim):
@@ -32,20 +42,36 @@ def words_of_thread(thread, head_dim):
             yield transposed_word(place, element, half), [(key, place.column * COLUMNS + element) for key in keys]
 
 
+def reordered_words(thread, head_dim):
+    """The same of a thread that moves codes, as `CodeStrips.write` does."""
+    place = code_place(thread, head_dim)
+    for element in range(CODE_COLUMNS):
+        keys = [code_key(place, i) for i in range(CODE_KEYS)]
+        yield code_word(place, element), [(key, place.column * CODE_COLUMNS + element) for key in keys]
+
+
+WRITERS = pytest.mark.parametrize("words_of", [words_of_thread, reordered_words])
+
+
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("chunks", CHUNKS)
 def test_swizzled_chunks_are_the_chunks_in_another_order(head_dim, chunks):
-    count = threads_of(head_dim) * chunks
+    count = threads_of(head_dim, STRIP) * chunks
     assert sorted(swizzled(i, chunks) for i in range(count)) == list(range(count))
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("chunks", CHUNKS)
 def test_passes_of_all_threads_go_to_the_same_places(head_dim, chunks):
-    threads = threads_of(head_dim)
-    for i in range(chunks):
-        for thread in range(threads):
+    for threads in (threads_of(head_dim, STRIP), 32):
+        for i, thread in itertools.product(range(chunks), range(threads)):
             assert swizzled_pass(thread, i, threads, chunks) == swizzled(thread + i * threads, chunks)
+
+
+@pytest.mark.parametrize("chunks", CHUNKS[1:])
+def test_the_part_of_a_warp_is_swizzled_as_the_whole(chunks):
+    for warp, chunk in itertools.product(range(16), range(32 * chunks)):
+        assert swizzled(warp * 32 * chunks + chunk, chunks) == warp * 32 * chunks + swizzled(chunk, chunks)
 
 
 @pytest.mark.parametrize("chunks", CHUNKS)
@@ -61,27 +87,35 @@ def test_strips_and_rows_of_chunks_meet_eight_banks_of_16_bytes(chunks):
 def test_a_strip_holds_whole_hadamard_blocks_or_is_one_of_two_or_four_lanes_that_do(head_dim):
     size = hadamard_block(head_dim)
     assert head_dim % size == 0 and (head_dim // size) % 2 == 1
-    assert STRIP % size == 0 or (size // STRIP in (2, 4) and size == head_dim)
-    assert threads_of(head_dim) % 32 == 0
+    for strip in (STRIP, LONG_STRIP):
+        assert strip % size == 0 or (size // strip in (2, 4) and size == head_dim)
+    assert threads_of(head_dim, STRIP) % 32 == 0
+    for is_transposed, rotary in itertools.product((False, True), ("none", "halves")):
+        plan = plan_quantize(DType.BF16, head_dim, "block", is_transposed=is_transposed, rotary=rotary)
+        assert plan.threads % 32 == 0 and (plan.strip == STRIP or not is_transposed)
 
 
+@WRITERS
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_the_transposing_threads_read_and_write_every_code_once_and_in_the_order_of_the_reference(head_dim):
+def test_the_transposing_threads_read_and_write_every_code_once_and_in_the_order_of_the_reference(head_dim, words_of):
     codes = torch.arange(BLOCK_ROWS * head_dim).reshape(BLOCK_ROWS, head_dim)
     words = torch.full((head_dim * 32, 4), -1)
-    for thread in range(threads_of(head_dim)):
-        for word, cells in words_of_thread(thread, head_dim):
+    for thread in range(threads_of(head_dim, STRIP)):
+        for word, cells in words_of(thread, head_dim):
             assert words[word, 0] == -1
             words[word] = torch.tensor([codes[cell] for cell in cells])
     chunks = words.reshape(-1, 16)
     order = [transposed_chunk(row, unit) for row in range(head_dim) for unit in range(8)]
     assert torch.equal(chunks[order].reshape(head_dim, BLOCK_ROWS), transposed(codes))
-    assert KEYS * COLUMNS == STRIP
+    assert KEYS * COLUMNS == CODE_KEYS * CODE_COLUMNS == STRIP
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
-def test_no_two_lanes_of_a_warp_write_words_to_one_bank(head_dim):
-    for warp in range(threads_of(head_dim) // 32):
-        lanes = [list(words_of_thread(32 * warp + lane, head_dim)) for lane in range(32)]
+@pytest.mark.parametrize(
+    ("head_dim", "words_of"),
+    [*((d, words_of_thread) for d in (64, 128, 192, 256)), *((d, reordered_words) for d in HEAD_DIMS)],
+)
+def test_no_two_lanes_of_a_warp_write_words_to_one_bank(head_dim, words_of):
+    for warp in range(threads_of(head_dim, STRIP) // 32):
+        lanes = [list(words_of(32 * warp + lane, head_dim)) for lane in range(32)]
         for step in range(2 * COLUMNS):
             assert len({lane[step][0] % 32 for lane in lanes}) == 32

@@ -186,6 +186,137 @@ def test_outputs_of_either_16_bit_type_and_of_any_strides(device):
         torch.testing.assert_close(got.float(), want.float(), rtol=2**-7, atol=1e-3)
 
 
+def assert_rows_are_as_transposed(
+    q: Coded, k: Coded, v: Coded, values, rows=None, cu_seqlens=None, used=None, **options
+):
+    """v in rows gives the bits of `values`. rows: v as it is given, if not contiguous; cu_seqlens, used: of q and k."""
+    scaled = {"q_descale": q.descale, "k_descale": k.descale, "v_descale": v.descale}
+    options |= scaled | {"return_lse": True, "causal": True}
+    results = []
+    for given in (values, v.codes if rows is None else rows):
+        if cu_seqlens is used is None:
+            results.append(flash_hopper.flash_attn_func(q.codes, k.codes, given, **options))
+            continue
+        cu_q, cu_k = cu_seqlens or (None, None)
+        lengths = {} if used is None else {"seqused_k": used}
+        results.append(
+            flash_hopper.flash_attn_varlen_func(q.codes, k.codes, given, cu_q, cu_k, None, None, **lengths, **options)
+        )
+    for name, want, got in zip(("out", "lse"), *results, strict=True):
+        assert torch.isfinite(got[got != -torch.inf]).all(), name
+        torch.testing.assert_close(got, want, rtol=0, atol=0, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def unused_as_nan(codes, used, starts=None):
+    """A copy of e4m3 rows in which those that no sequence uses are NaN; starts: of packed sequences."""
+    found = codes.clone().view(torch.uint8)
+    if starts is None:
+        for b, n in enumerate(used):
+            found[b, n:] = 0x7F
+    else:
+        mine = torch.zeros(codes.shape[0], dtype=torch.bool, device=codes.device)
+        for start, n in zip(starts, used, strict=True):
+            mine[start : start + n] = True
+        found[~mine] = 0x7F
+    return found.view(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("d", range(16, 257, 16))
+def test_rows_of_every_head_dim_are_attended_to_as_transposed_ones(d, form, device):
+    for keys in (1, 127, 128, 389):
+        q, k, v = inputs(2, 200, keys, 6, 2, 64, d, form=form)
+        assert_rows_are_as_transposed(q, k, v, values_of(v))
+
+
+@pytest.mark.parametrize("d", [64, 80, 128, 256])
+def test_rows_of_every_length_are_attended_to_as_transposed_ones(d, device):
+    for keys in (*range(1, 40), *range(120, 140), 255, 256, 257, 1000, 4099):
+        q, k, v = inputs(1, 70, keys, 2, 1, d, form="block")
+        assert_rows_are_as_transposed(q, k, v, values_of(v))
+
+
+@pytest.mark.parametrize("change", ["heads", "slice", "misaligned", "misstride", "expanded", "kv"])
+def test_rows_of_any_strides_are_attended_to_as_transposed_ones(change, device):
+    q, k, v = inputs(2, 150, 300, 4, 2, 64)
+    v = Coded(v.codes[:, :, :1].expand(2, 300, 2, 64), None, v.real) if change == "expanded" else v
+    memory = torch.full((2 * 300 * 2 * 160 + 8,), 0x7F, dtype=torch.uint8, device=device)
+    strides, offset = {
+        "heads": ((300 * 2 * 64, 64, 300 * 64, 1), 0),
+        "slice": ((300 * 2 * 160, 320, 160, 1), 64),
+        "misaligned": ((300 * 2 * 64, 128, 64, 1), 1),
+        "misstride": ((300 * 2 * 72, 144, 72, 1), 0),
+        "expanded": ((300 * 64, 64, 0, 1), 0),
+        "kv": ((300 * 4 * 64, 256, 64, 1), 128),
+    }[change]
+    rows = torch.as_strided(memory, (2, 300, 2, 64), strides, offset)
+    target = rows[:, :, :1] if change == "expanded" else rows
+    target.copy_(v.codes.view(torch.uint8)[:, :, : target.shape[2]])
+    contiguous = Coded(v.codes.contiguous(), None, v.real)
+    assert_rows_are_as_transposed(q, k, contiguous, values_of(contiguous), rows.view(torch.float8_e4m3fn))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("d", [48, 64, 128, 256])
+@pytest.mark.parametrize("uses", ["all", "some"])
+def test_packed_rows_are_attended_to_as_transposed_ones_and_others_may_hold_anything(uses, d, form, device):
+    lengths = [0, 5, 128, 0, 300, 257, 129, 0]
+    cu_k = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    cu_q = torch.arange(len(lengths) + 1, dtype=torch.int32) * 40
+    q = coded(normal(int(cu_q[-1]), 4, 64), form, 2, cu_q)
+    k = coded(normal(int(cu_k[-1]) + 70, 2, 64, seed=1), form, None, cu_k)
+    v = coded(normal(int(cu_k[-1]) + 70, 2, d, seed=2), form, None, cu_k)
+    used = [n if uses == "all" else n * 3 // 4 for n in lengths]
+    rows = unused_as_nan(v.codes, used, cu_k[:-1].tolist())
+    zeros = rows.view(torch.uint8).masked_fill(rows.view(torch.uint8) == 0x7F, 0).view(torch.float8_e4m3fn)
+    clean = Coded(zeros, v.descale, v.real, cu_k)
+    given = (cu_q.to(device), cu_k.to(device))
+    seqused = None if uses == "all" else torch.tensor(used, dtype=torch.int32, device=device)
+    assert_rows_are_as_transposed(q, k, clean, values_of(clean), rows, given, seqused)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_rows_of_padded_batches_are_attended_to_as_transposed_ones_and_others_may_hold_anything(form, device):
+    used = [0, 128, 131, 300, 1]
+    q, k, v = inputs(5, 100, 300, 4, 2, 128, form=form)
+    rows = unused_as_nan(v.codes, used)
+    zeros = rows.view(torch.uint8).masked_fill(rows.view(torch.uint8) == 0x7F, 0).view(torch.float8_e4m3fn)
+    clean = Coded(zeros, v.descale, v.real)
+    seqused = torch.tensor(used, dtype=torch.int32, device=device)
+    assert_rows_are_as_transposed(q, k, clean, values_of(clean), rows, used=seqused)
+
+
+def test_many_packed_sequences_and_many_blocks_are_reordered_by_few_ctas(device):
+    cu = torch.arange(0, 7 * 901, 7, dtype=torch.int32)
+    q, k, v = (coded(normal(int(cu[-1]), 2, 64, seed=i), "none", None, cu) for i in range(3))
+    assert_rows_are_as_transposed(q, k, v, values_of(v), cu_seqlens=(cu.to(device), cu.to(device)))
+    q, k, v = inputs(4, 64, 8192, 8, 8, 128)
+    assert_rows_are_as_transposed(q, k, v, values_of(v))
+
+
+def test_a_captured_call_reorders_the_rows_that_there_are_at_replay(device):
+    q, k, v = inputs(2, 100, 300, 4, 2, 128)
+    flash_hopper.flash_attn_func(q.codes, k.codes, v.codes)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = flash_hopper.flash_attn_func(q.codes, k.codes, v.codes)
+    v.codes.view(torch.uint8).bitwise_xor_(0x80)
+    graph.replay()
+    torch.cuda.synchronize()
+    want = flash_hopper.flash_attn_func(q.codes, k.codes, values_of(v))
+    assert torch.equal(out, want)
+
+
+def test_calls_with_rows_behind_each_other_have_memory_of_their_own(device):
+    """Each call's workspace goes back to the allocator while the call runs."""
+    calls = [inputs(2, 256, 1024, 8, 4, 128, seed=3 * i) for i in range(4)]
+    wants = [flash_hopper.flash_attn_func(q.codes, k.codes, values_of(v)) for q, k, v in calls]
+    torch.cuda.synchronize()
+    for _ in range(20):
+        outs = [flash_hopper.flash_attn_func(q.codes, k.codes, v.codes) for q, k, v in calls]
+        assert all(torch.equal(out, want) for out, want in zip(outs, wants, strict=True))
+
+
 def test_what_comes_later_is_refused_by_name(device):
     q, k, v = inputs(1, 128, 128, 1, 1, 64)
     values = values_of(v)

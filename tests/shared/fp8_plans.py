@@ -33,7 +33,7 @@ def fp8_plan(
 ):
     """The plan of such a problem."""
     problem = fp8_problem(d, dv, mask, length, **flags)
-    return plan_forward_fp8(problem, out, form, "transposed", accumulation)
+    return plan_forward_fp8(problem, out, form, accumulation)
 
 
 def fp8_plans(dims, lengths, *, masks=MASKS, **flags) -> list[ForwardFp8Plan]:

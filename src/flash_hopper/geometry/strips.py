@@ -7,21 +7,26 @@ functions of Python ints or of the DSL's; `kernels/quantize` traces them, `tests
 brute force.
 """
 
+import math
 from typing import NamedTuple
 
 from flash_hopper.geometry.arith import Int
+from flash_hopper.geometry.fp8 import key_at
 from flash_hopper.problem.fp8 import FP8_BLOCK
 
 BLOCK_ROWS = FP8_BLOCK  # rows of one head that share a scale, and that a CTA handles at a time
-STRIP = 64  # consecutive elements of a thread; a Hadamard block is a part of a strip, or 2 or 4 strips
+STRIP = 64  # elements of a thread; a Hadamard block is a part of a strip, or 2 or 4 strips
+LONG_STRIP = 128  # the same, where so many registers pay
 CHUNK_BYTES = 16
 COLUMNS = 8  # elements of a row that a thread transposes
 KEYS = 8  # keys of them
+CODE_COLUMNS = 16  # the same of codes that are only reordered: a chunk of each key
+CODE_KEYS = 4  # a word of each column
 
 
-def threads_of(head_dim: int) -> int:
+def threads_of(head_dim: int, strip: int) -> int:
     """Threads of a CTA: a strip each."""
-    return BLOCK_ROWS * head_dim // STRIP
+    return BLOCK_ROWS * head_dim // strip
 
 
 def hadamard_block(head_dim: int) -> int:
@@ -31,16 +36,19 @@ def hadamard_block(head_dim: int) -> int:
 
 def swizzled(chunk: Int, chunks_per_strip: int) -> Int:
     """Where a chunk of 16 bytes lies, in chunks: the low three bits are turned by the number of the strip."""
-    shift = 4 if chunks_per_strip == 16 else 3
-    return chunk ^ ((chunk >> shift) & 7)
+    return chunk ^ ((chunk >> swizzle_shift(chunks_per_strip)) & 7)
+
+
+def swizzle_shift(chunks_per_strip: int) -> int:
+    """Which bits of a chunk's number turn the low three: those of the strip's number, or, of short strips, those above."""
+    return max(3, chunks_per_strip.bit_length() - 1)
 
 
 def swizzled_pass(thread: Int, i: int, threads: int, chunks_per_strip: int) -> Int:
-    """`swizzled(thread + i * threads, chunks_per_strip)`, by one addition where the threads are a multiple of what it turns."""
-    turn = 128 if chunks_per_strip == 16 else 64
-    if threads % turn == 0:
-        return swizzled(thread, chunks_per_strip) + i * threads
-    return swizzled(thread + i * threads, chunks_per_strip)
+    """`swizzled(thread + i * threads, chunks_per_strip)`, by as few different turns as passes have."""
+    turn = 8 << swizzle_shift(chunks_per_strip)
+    period = math.lcm(turn, threads) // threads  # passes after which the turns are the same again
+    return swizzled(thread + i % period * threads, chunks_per_strip) + i // period * period * threads
 
 
 class TransposePlace(NamedTuple):
@@ -68,3 +76,35 @@ def transposed_word(place: TransposePlace, element: int, half: int) -> Int:
 def transposed_chunk(row: Int, unit: Int) -> Int:
     """Where, in chunks of 16 bytes, keys [16 * unit, 16 * unit + 16) of a row of the transposed block lie."""
     return row * 8 + (unit ^ (row // COLUMNS & 7))
+
+
+class CodePlace(NamedTuple):
+    """Which codes a thread reorders: `CODE_COLUMNS` from 16 * `column` on, of the keys 32 * `group` + 16 * `half` + those of lane
+    `quad`."""
+
+    column: Int
+    quad: Int
+    half: Int
+    group: Int
+
+
+def code_place(thread: Int, head_dim: int) -> CodePlace:
+    """A warp takes 4 columns (or 2 or 1, if the head dim has no more in common) of 4 quads and both halves at a time.
+
+    Fewer columns are those of 2 or 4 groups, whose words are then in other banks: 0 and 2 come before 1 and 3.
+    """
+    columns = head_dim // CODE_COLUMNS
+    width = min(columns & -columns, 4)
+    rest = thread // (8 * width)
+    group = rest % 2 * 2 + rest // 2 % 2
+    return CodePlace(thread % width + rest // 4 * width, thread // width % 4, thread // (4 * width) % 2, group)
+
+
+def code_key(place: CodePlace, i: int) -> Int:
+    """The `i`-th key of a thread, in the order of the bytes of a word."""
+    return 32 * place.group + 16 * place.half + key_at(CODE_KEYS * place.quad + i)
+
+
+def code_word(place: CodePlace, element: int) -> Int:
+    """Where, in words of 4 bytes, the codes of element `element` of the columns lie in the transposed block."""
+    return transposed_chunk(place.column * CODE_COLUMNS + element, 2 * place.group + place.half) * 4 + place.quad

@@ -16,6 +16,7 @@ from flash_hopper.geometry.masks import kernel_bounds
 from flash_hopper.kernels.forward_fp8.support import DTYPES, OUT_DTYPES, SUPPORTED
 from flash_hopper.launch.device import device_facts, tile_counter, unit_descale
 from flash_hopper.launch.forward import SMALLEST_SCALE, Result, grid_of
+from flash_hopper.launch.fp8_values import Reordering, prepare_reordering
 from flash_hopper.launch.ragged import (
     RaggedLaunch,
     addressable_rows,
@@ -38,7 +39,6 @@ from flash_hopper.launch.tensors import DTYPES as SHORT_DTYPES
 from flash_hopper.plan.forward_fp8 import ForwardFp8Plan, plan_forward_fp8
 from flash_hopper.problem.attention import AttentionOptions, AttentionProblem, attention_problem, varlen_problem
 from flash_hopper.problem.checks import check_devices
-from flash_hopper.problem.errors import UnsupportedError
 from flash_hopper.problem.features import check_supported
 from flash_hopper.problem.fp8 import (
     FP8_BLOCK,
@@ -67,9 +67,11 @@ class Descales(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PreparedFp8:
-    """A checked signature, bound to its kernel. `kernel` is None if there is nothing to compute; `places` are those of q, k, v."""
+    """A checked signature, bound to its kernel. `kernel` is None if there is nothing to compute; `reordering` is for a v in rows;
+    `places` are those of q, k, v."""
 
     kernel: Callable[..., Any] | None
+    reordering: Reordering | None
     problem: AttentionProblem
     out_dtype: torch.dtype
     out_shape: tuple[int, ...]
@@ -92,7 +94,7 @@ class PreparedFp8:
         descales: Descales,
         sequences: Sequences | None = None,
     ) -> Result:
-        """(out, lse or None) for tensors of exactly the signature that was prepared; v: codes of `Fp8Values`."""
+        """(out, lse or None) for tensors of exactly the signature that was prepared; v: codes, of `Fp8Values` too."""
         index = self.device.index
         if torch._C._cuda_getDevice() != index:
             with torch.cuda.device(index):
@@ -107,7 +109,7 @@ class PreparedFp8:
             return out, None if lse is None else lse.fill_(float("-inf"))
         is_ragged = sequences is not None
         q, k = map(addressable_rows if is_ragged else addressable, (q, k))
-        v = addressable(v)
+        v = addressable(v) if self.reordering is None else self.reordering.run(v, sequences)
         plain = out
         if out.data_ptr() % ALIGN_BYTES or not has_plain_strides(out) or (is_ragged and not is_viewable(out)):
             plain = with_plain_unit_strides(out)
@@ -178,12 +180,13 @@ def prepare_fp8(
     p, places, form = checked_call(q, k, v, options, out, descales, sequences)
     facts = device_facts(q.device.index)
     out_dtype = DEFAULT_OUT if out is None else out.dtype
-    plan = supported_plan(p, v, form, out_dtype, f"the e4m3 forward kernel ({facts.name})")
+    plan = supported_plan(p, form, out_dtype, f"the e4m3 forward kernel ({facts.name})")
     is_trivial = p.has_no_output or p.has_no_keys
     ctas, section = grid_of(p, plan, facts.sm_count)
     out_shape, lse_shape = result_shapes(p)
     return PreparedFp8(
         kernel=None if is_trivial else get_kernel(plan),
+        reordering=None if is_trivial or isinstance(v, Fp8Values) else prepare_reordering(p, facts.sm_count),
         problem=p,
         out_dtype=out_dtype,
         out_shape=out_shape,
@@ -199,17 +202,10 @@ def prepare_fp8(
     )
 
 
-def supported_plan(
-    p: AttentionProblem, v: Any, form: DescaleForm, out_dtype: torch.dtype, backend: str
-) -> ForwardFp8Plan:
-    """The plan for a checked call. Raises UnsupportedError, with the backend's name, for features and forms of v that the kernel
-    lacks."""
+def supported_plan(p: AttentionProblem, form: DescaleForm, out_dtype: torch.dtype, backend: str) -> ForwardFp8Plan:
+    """The plan for a checked call. Raises UnsupportedError, with the backend's name, for features that the kernel lacks."""
     check_supported(p.features, SUPPORTED, backend)
-    if not isinstance(v, Fp8Values):
-        raise UnsupportedError(
-            f"{backend} does not support: v in rows; quantize_fp8(v, values=True) gives it transposed (Fp8Values)"
-        )
-    return plan_forward_fp8(p, SHORT_DTYPES[out_dtype], form, "transposed")
+    return plan_forward_fp8(p, SHORT_DTYPES[out_dtype], form)
 
 
 def checked_call(

@@ -17,7 +17,7 @@ from flash_hopper.compile.store import get_kernel
 from flash_hopper.geometry.strips import hadamard_block
 from flash_hopper.launch.device import device_facts
 from flash_hopper.launch.tensors import addressable, describe
-from flash_hopper.plan.quantize import Purpose, QuantizePlan
+from flash_hopper.plan.quantize import Purpose, QuantizePlan, plan_quantize
 from flash_hopper.problem.dtypes import DType
 from flash_hopper.problem.errors import DeviceError
 from flash_hopper.problem.fp8 import Fp8Values
@@ -146,10 +146,10 @@ def plans_of(p: QuantizeProblem) -> tuple[QuantizePlan, ...]:
     elif p.granularity == "block":
         purposes = ("block",)
     return tuple(
-        QuantizePlan(
-            dtype=p.dtype,
-            head_dim=p.head_dim,
-            purpose=purpose,
+        plan_quantize(
+            p.dtype,
+            p.head_dim,
+            purpose,
             is_transposed=p.values,
             hadamard=hadamard_block(p.head_dim) if p.hadamard else 0,
             has_signs=p.has_signs,

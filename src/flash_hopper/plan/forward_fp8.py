@@ -1,7 +1,7 @@
 """The plan of the e4m3 forward: everything about the kernel that is fixed at compile time.
 
 As `plan/forward.py`, which it shares masks, stages and schedulers with. What is different: how sums of the second product
-are kept accurate, what the descales look like, and in which form V comes.
+are kept accurate, and what the descales look like. V always comes transposed (`problem.fp8.Fp8Values`).
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,6 @@ HDIM_STEP = 32  # head dims are padded to this in shared memory: what one 8-bit 
 MIN_TILE_HDIM = 64
 SUM_COLUMNS = 8  # of ones: the smallest step of a wgmma's width
 Accumulation = Literal["two_level", "plain"]
-ValueForm = Literal["transposed", "rows"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +31,7 @@ class ForwardFp8Plan:
     `accumulation`: with "two_level" PV of each key block starts a fresh sum, which is added to O in float32: the tensor core
     truncates its sums to 14 bits, and over 16k keys loses a quarter of values of one sign. "plain" sums in the tensor core.
     `overlaps` and `pieces`: see `Fp8Tile`. `descales`: whether scores and values of each key block have factors of their own.
-    `values`: V comes transposed (`Fp8Values`), or in rows and is transposed on chip. Raises CompileError for a plan that
-    overlaps in pieces.
+    Raises CompileError for a plan that overlaps in pieces.
     """
 
     out_dtype: DType
@@ -53,7 +51,6 @@ class ForwardFp8Plan:
     overlaps: bool
     pieces: int
     descales: DescaleForm
-    values: ValueForm
 
     kind = "forward_fp8"
     dtype = DType.E4M3  # of Q, K, V and P
@@ -119,7 +116,6 @@ class ForwardFp8Plan:
             self.accumulation.replace("_", ""),
             *([] if self.overlaps else [f"serial{self.pieces}"]),
             *(["blockscales"] if self.descales == "block" else []),
-            *(["vrows"] if self.values == "rows" else []),
             *(["ragged"] if self.is_ragged else []),
             *(["lse"] if self.has_lse else []),
             *(["neg"] if self.negates_scores else []),
@@ -138,10 +134,9 @@ def plan_forward_fp8(
     problem: AttentionProblem,
     out_dtype: DType,
     descales: DescaleForm,
-    values: ValueForm,
     accumulation: Accumulation = "two_level",
 ) -> ForwardFp8Plan:
-    """The plan for a problem of dtype e4m3, its output, the form of its descales and of V."""
+    """The plan for a problem of dtype e4m3, its output and the form of its descales."""
     hdim, hdimv = padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v)
     mask = problem.mask.simplified(problem.seqlen_q, problem.seqlen_k)
     is_plain = accumulation == "plain"
@@ -171,5 +166,4 @@ def plan_forward_fp8(
         overlaps=tile.overlaps,
         pieces=tile.pieces,
         descales=descales,
-        values=values,
     )

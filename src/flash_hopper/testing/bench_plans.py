@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from flash_hopper.compile.key import Plan
+from flash_hopper.launch.fp8_values import value_plan
 from flash_hopper.launch.quantize import plans_of as quantize_plans
 from flash_hopper.plan.backward import BackwardRequest, plan_backward
 from flash_hopper.plan.forward import plan_forward
@@ -39,9 +40,10 @@ def _plans(shape: BenchShape) -> Iterator[Plan]:
 
 
 def _fp8_plans(shape: BenchShape) -> Iterator[Plan]:
-    """Ours with descales of heads and of blocks, in bf16, and the quantisation of their inputs."""
-    yield plan_forward_fp8(shape.problem, DType.BF16, "scalar", "transposed")
-    yield plan_forward_fp8(shape.problem, DType.BF16, "block", "transposed")
+    """Ours with descales of heads and of blocks and with v in rows, in bf16, and the quantisation of their inputs."""
+    yield plan_forward_fp8(shape.problem, DType.BF16, "scalar")
+    yield plan_forward_fp8(shape.problem, DType.BF16, "block")
+    yield value_plan(shape.problem)
     yield plan_forward(replace(shape, dtype=DType.BF16).problem)
     granularities: tuple[Granularity, ...] = ("head", "block")
     for granularity in granularities:

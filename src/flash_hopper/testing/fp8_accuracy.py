@@ -166,11 +166,11 @@ def plans_of(dims: Iterable[int] = OUTLIER_DIMS) -> list[Plan]:
             shape = BenchShape(
                 SUITE, DType.E4M3, d, d, False, seqlen, seqlen, TOKENS // seqlen, HIDDEN // d, HIDDEN // d
             )
-            found += [plan_forward_fp8(shape.problem, DType.BF16, form, "transposed") for form in ("scalar", "block")]
+            found += [plan_forward_fp8(shape.problem, DType.BF16, form) for form in ("scalar", "block")]
             found += [plan_forward(replace(shape, dtype=dtype).problem) for dtype in (DType.BF16, DType.FP16)]
         for seqlen_k in LENGTHS:
             shape = BenchShape(SUITE, DType.E4M3, d, d, False, ROWS, seqlen_k, 1, 1, 1)
-            found.append(plan_forward_fp8(shape.problem, DType.BF16, "scalar", "transposed"))
+            found.append(plan_forward_fp8(shape.problem, DType.BF16, "scalar"))
         for granularity in dict.fromkeys(granularity for _, granularity, _ in SCALES):
             for hadamard, values in ((False, False), (True, False), (False, True)):
                 problem = quantize_problem_of(d, granularity, hadamard=hadamard, values=values)

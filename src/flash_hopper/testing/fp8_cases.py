@@ -45,14 +45,14 @@ def fp8_case(
 
 
 def fp8() -> list[Case]:
-    """The whole grid with transposed values."""
+    """The whole grid with transposed values, and a cut through it with v in rows."""
     groups = (
         _residues, _head_dims, _head_ratios, _descales, _values, _masks, _causal_lengths, _ragged, _scales, _long, _outputs, _layouts,
         _empty, _mixtures,
     )  # fmt: skip
     cases = [case for group in groups for case in group()]
     cases = [replace(c, give_out=False) if i % 5 == 4 and _may_allocate(c) else c for i, c in enumerate(cases)]
-    return list(dict.fromkeys(cases))
+    return list(dict.fromkeys([*cases, *in_rows()]))
 
 
 def _may_allocate(case: Case) -> bool:
@@ -297,10 +297,20 @@ def in_rows() -> list[Case]:
     for i, (d, side) in enumerate(itertools.product(MAIN_DIMS, SIDES)):
         fields: dict[str, Any] = {"lengths_q": "random", "lengths_k": "random", "v_form": "rows", **side}
         found.append(fp8_case(d, (150, 300), KINDS[i % 3], i, batch=6, values=TURNS[i % 4], **fields))
+    for i, d in enumerate(range(16, 257, 16)):
+        dims, keys = (max(d, 64), d), 1 + (37 * i + 90) % 128 + 128 * (i % 3)
+        found.append(
+            fp8_case(dims, (90 + i, keys), BOTH[i % 2], batch=2, heads=HEADS[i % 5], values=TURNS[i % 4], v_form="rows")
+        )
+    odd: tuple[Dims, ...] = ((64, 16), (64, 32), (64, 48), (128, 112), (256, 240))  # of plans that others need, too
+    for i, (dims, word) in enumerate(itertools.product(odd, ("random", "edges", "tiny", "empty_first"))):
+        fields = {"lengths_q": "equal", "lengths_k": word, "v_form": "rows", **SIDES[(i + i // 4) % len(SIDES)]}
+        found.append(fp8_case(dims, (40, 90 + 37 * i % 128), BOTH[i % 2], batch=5 + i, values=TURNS[i % 4], **fields))
     for layout in ("bhsd", "headslice", "misaligned", "misstride", "expand_heads"):
         found.append(
             fp8_case(128, (130, 200), "causal", batch=2, heads=(4, 2), layout=layout, strided="kv", v_form="rows")
         )
+    found += [fp8_case(64, lengths, batch=2, v_form="rows") for lengths in ((5, 0), (0, 5))]
     return found
 
 
@@ -322,5 +332,18 @@ def sanitizer() -> list[Case]:
         ),
         fp8_case(
             128, (70, 200), "full", batch=4, used="qk", lengths_q="empty_first", lengths_k="random", descales=HEAD_FORM
+        ),
+        fp8_case((64, 48), (70, 200), v_form="rows"),
+        fp8_case(
+            128,
+            (70, 200),
+            "causal",
+            batch=3,
+            packed="qk",
+            used="k",
+            slack=5,
+            lengths_q="equal",
+            lengths_k="random",
+            v_form="rows",
         ),
     ]

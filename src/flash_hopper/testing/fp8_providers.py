@@ -67,7 +67,7 @@ def ours_block(shape: BenchShape, inputs: Inputs) -> Prepared:
 
 
 def ours_rows(shape: BenchShape, inputs: Inputs) -> Prepared:
-    """V in rows, which the kernel transposes."""
+    """V in rows, which a launch in front of attention transposes."""
     given = quantised(inputs, "head")
     return _call(shape, given, given.v)
 

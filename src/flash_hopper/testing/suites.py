@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from flash_hopper.compile.key import Plan
+from flash_hopper.launch.fp8_values import value_plan
 from flash_hopper.plan.backward import BackwardRequest, plan_backward
 from flash_hopper.plan.forward import ForwardPlan, plan_forward
 from flash_hopper.plan.forward_fp8 import ForwardFp8Plan, plan_forward_fp8
+from flash_hopper.plan.quantize import QuantizePlan
 from flash_hopper.problem.errors import ArgumentError
 from flash_hopper.problem.fp8 import DescaleForm
 from flash_hopper.testing import backward_cases, forward_cases, fp8_cases, ragged_cases, window_cases
@@ -61,7 +63,7 @@ def plan_of(case: Case) -> ForwardPlan | ForwardFp8Plan | None:
     if not case.is_fp8:
         return plan_forward(problem)
     form: DescaleForm = "block" if "b" in case.descales else "scalar"
-    return plan_forward_fp8(problem, case.out_dtype, form, "rows" if case.v_form == "rows" else "transposed")
+    return plan_forward_fp8(problem, case.out_dtype, form)
 
 
 def backward_plans_of(case: Case) -> list[Plan]:
@@ -75,6 +77,13 @@ def backward_plans_of(case: Case) -> list[Plan]:
     return list(plan_backward(problem, request).kernels())
 
 
+def reordering_of(case: Case) -> QuantizePlan | None:
+    """The kernel that transposes an e4m3 case's v in rows, if it has such a v and anything is computed."""
+    if not case.is_fp8 or case.v_form != "rows" or plan_of(case) is None:
+        return None
+    return value_plan(case.problem())
+
+
 def plans_of(cases: Iterable[Case]) -> list[Plan]:
     """The kernels that some cases need, each once, in the order of first use."""
     found: dict[Plan, None] = {}
@@ -82,5 +91,7 @@ def plans_of(cases: Iterable[Case]) -> list[Plan]:
         forward = plan_of(case)
         if forward is None:
             continue
-        found |= dict.fromkeys([forward, *backward_plans_of(case)])
+        reordering = reordering_of(case)
+        in_front = [] if reordering is None else [reordering]
+        found |= dict.fromkeys([*in_front, forward, *backward_plans_of(case)])
     return list(found)

@@ -1,4 +1,5 @@
-"""The quantise kernel: e4m3 codes and scales of a tensor with heads, or its Hadamard transform (specification 6.3, 6.4).
+"""The quantise kernel: e4m3 codes and scales of a tensor with heads, its Hadamard transform, or codes in another order
+(specification 6.2 to 6.4).
 
 Bound by memory: each element is read once, 16 bytes at a time, and up to two more blocks are on their way while one is computed.
 """
@@ -20,10 +21,10 @@ from flash_hopper.device.dsl import (
 )
 from flash_hopper.device.ptx import copy_async_16
 from flash_hopper.geometry.arith import maximum
-from flash_hopper.geometry.strips import STRIP, swizzled_pass, transposed_chunk
+from flash_hopper.geometry.strips import BLOCK_ROWS, CHUNK_BYTES, swizzled_pass, transposed_chunk
 from flash_hopper.kernels.quantize.args import BLOCK_INTS, Block, LengthArgs, RotaryArgs, ScaleArgs
 from flash_hopper.kernels.quantize.blocks import make_blocks
-from flash_hopper.kernels.quantize.strips import KeyStrips, RowStrips
+from flash_hopper.kernels.quantize.strips import make_strips
 from flash_hopper.plan.quantize import QuantizePlan
 from flash_hopper.plan.roles import WARP
 from flash_hopper.problem.dtypes import DType
@@ -35,24 +36,30 @@ SMALLEST_SCALE = 2.0**-120  # so that factor / scale is finite
 
 
 class QuantizeKernel:
-    """A CTA computes blocks of 128 rows of one head, one after the other, with two threads a column.
+    """A CTA computes blocks of 128 rows of one head, one after the other.
 
     Shared memory: `plan.stages` blocks of the input, in whose place the result is put together; the block's place in the tensors,
-    per stage; the warps' maxima. Per block:
+    and the warps' maxima, per stage. A team, which shares rows of a block and their places in shared memory, is the CTA, or, with
+    `plan.by_warp`, each warp. Per block:
 
-      1. wait for its stage; barrier: everybody's chunks are there, and the stage before is free
+      1. wait for its stage; the team meets: its chunks are there, and its part of the stage before is free
       2. start loading the block `stages` - 1 further on, into that stage
-      3. each thread reads 64 elements, turns and transforms them in registers; largest magnitude of the warps
-      4. barrier: the maxima are there, and nobody reads the stage any more
-      5. codes into the stage, as they lie in the result
-      6. barrier; the result to global memory, neighbouring threads next to each other
+      3. each thread reads a strip, turns and transforms it in registers; largest magnitude of the warps
+      4. barrier: the maxima are there, and nobody reads the stage any more; without maxima the team meets
+      5. codes into the team's part of the stage, as they lie in the result
+      6. the team meets; the result to global memory, neighbouring threads next to each other
+
+    Maxima of a stage are written again after a barrier that everybody passes who has read them: that of the block between, or,
+    of a single stage, those in front of a load.
     """
 
     def __init__(self, plan: QuantizePlan) -> None:
         self.plan = plan
         self.blocks = make_blocks(plan.is_ragged)
-        self.strips = KeyStrips(plan) if plan.is_transposed else RowStrips(plan)
+        self.strips = make_strips(plan)
         self.threads = plan.threads
+        self.team = WARP if plan.by_warp else plan.threads
+        self.teams = plan.threads // self.team
         self.vector = 16 // plan.dtype.itemsize  # elements of a chunk
         self.row_chunks = plan.head_dim // self.vector
         self.dtype = element_type(plan.dtype)
@@ -109,13 +116,15 @@ class QuantizeKernel:
         memory = SmemAllocator()
         chunks = self.row_chunks * plan.block_bytes // (plan.head_dim * plan.dtype.itemsize)
         sX = memory.allocate_tensor(self.dtype, cute.make_layout((self.vector, chunks, stages)), 128)
-        sBlocks = memory.allocate_tensor(Int32, cute.make_layout((BLOCK_INTS, stages)), 16)
-        sMaxima = memory.allocate_tensor(Float32, cute.make_layout(self.threads // WARP), 16)
+        sBlocks = memory.allocate_tensor(Int32, cute.make_layout((BLOCK_INTS, self.teams, stages)), 16)
+        sMaxima = memory.allocate_tensor(Float32, cute.make_layout((self.threads // WARP, stages)), 16)
         cute.arch.griddepcontrol_wait()  # the input may come from the kernel before, which may still read the results' memory
         sSigns = None
         if const_expr(plan.has_signs):
             sSigns = memory.allocate_tensor(Int32, cute.make_layout(self.strips.sign_words), 16)
             self.strips.write_signs(sSigns, mSigns, thread)
+            if const_expr(plan.by_warp):
+                cute.arch.barrier()  # other warps' signs are there
         window = self.blocks.make_window(mX, lengths)
         for i in cutlass.range_constexpr(stages - 1):
             self.load(mX, sX, sBlocks, lengths, window, first + i * step, columns, total, Int32(i), thread)
@@ -128,20 +137,34 @@ class QuantizeKernel:
                 cute.arch.barrier()
             else:
                 cute.arch.cp_async_wait_group(stages - 2)
-                cute.arch.barrier()
+                self.meet()
                 free = stage + stages - 1 if stage == 0 else stage - 1
                 ahead = number + (stages - 1) * step
                 self.load(mX, sX, sBlocks, lengths, window, ahead, columns, total, free, thread)
-            block = Block(*(sBlocks[i, stage] for i in range(BLOCK_INTS)))
+            team, _ = self.place_of(thread)
+            block = Block(*(sBlocks[i, team, stage] for i in range(BLOCK_INTS)))
+            sStage, sTops = sX[None, None, stage], sMaxima[None, stage]
             if const_expr(self.plan.is_ragged and not self.plan.is_transposed):
                 if block.written > 0:
-                    self.compute(mOut, sX[None, None, stage], sMaxima, scales, sSigns, rotary, factor, block, thread)
+                    self.compute(mOut, sStage, sTops, scales, sSigns, rotary, factor, block, thread)
                 else:
                     self.pass_over(scales, block, thread)
             else:
-                self.compute(mOut, sX[None, None, stage], sMaxima, scales, sSigns, rotary, factor, block, thread)
+                self.compute(mOut, sStage, sTops, scales, sSigns, rotary, factor, block, thread)
             stage = stage + 1 if stage + 1 < stages else Int32(0)
         cute.arch.griddepcontrol_launch_dependents()
+
+    def place_of(self, thread: Int32) -> tuple[Any, Int32]:
+        """(team, which thread of it)."""
+        return (thread // WARP, thread % WARP) if self.plan.by_warp else (0, thread)
+
+    @cute.jit
+    def meet(self) -> None:
+        """What a thread of the team wrote to shared memory the others may read, and write over what they read."""
+        if const_expr(self.plan.by_warp):
+            cute.arch.sync_warp()
+        else:
+            cute.arch.barrier()
 
     @cute.jit
     def load(
@@ -152,18 +175,21 @@ class QuantizeKernel:
         thread = anew(thread, number)
         if number < total:
             block = self.blocks.block(number, columns, mX, lengths, window)
-            if thread == 0:
+            team, member = self.place_of(thread)
+            if member == 0:
                 for i in cutlass.range_constexpr(BLOCK_INTS):
-                    sBlocks[i, stage] = block[i]
-            row, column = thread // self.row_chunks, thread % self.row_chunks
-            rows_per_pass = self.threads // self.row_chunks
-            passes = STRIP // self.vector
+                    sBlocks[i, team, stage] = block[i]
+            column, rows_per_pass = member % self.row_chunks, self.team // self.row_chunks
+            row = team * (BLOCK_ROWS // self.teams) + member // self.row_chunks
+            passes = self.plan.strip // self.vector
             gX = mX[block.entry, None, block.head, None]
+            rows = passes, rows_per_pass, self.strips.is_tight
+            sources = chunks_of_rows(gX, block.row + row, column, self.vector, *rows)
             for i in cutlass.range_constexpr(passes):
-                at = row + i * rows_per_pass
-                place = sX[None, swizzled_pass(thread, i, self.threads, passes), stage]
-                source = cute.local_tile(gX[block.row + at, None], (self.vector,), (column,))
-                copy_async_16(place.iterator, source.iterator, cutlass.select_(at < block.used, Int32(16), Int32(0)))
+                chunk = team * (self.team * passes) + swizzled_pass(member, i, self.team, passes)
+                place = sX[None, chunk, stage]
+                size = cutlass.select_(row + i * rows_per_pass < block.used, Int32(CHUNK_BYTES), Int32(0))
+                copy_async_16(place.iterator, sources[i].iterator, size)
         cute.arch.cp_async_commit_group()
 
     @cute.jit
@@ -174,11 +200,13 @@ class QuantizeKernel:
         """A block that lies in sX (vector, chunks)."""
         purpose = self.plan.purpose
         thread = anew(thread, block.written)
-        values = cute.make_rmem_tensor(STRIP, Float32)
+        values = self.strips.registers()
         self.strips.read(sX, values, block, sSigns, rotary, thread)
         if const_expr(purpose in ("block", "absmax")):
             self.post_largest(values, sMaxima, thread)
-        cute.arch.barrier()
+            cute.arch.barrier()
+        else:
+            self.meet()
         if const_expr(purpose == "block"):
             scale = scale_of(self.largest(sMaxima, factor))
             factor = factor / scale
@@ -191,15 +219,19 @@ class QuantizeKernel:
             factor = factor / self.group_scale(scales, block, thread)
         if const_expr(purpose != "absmax"):
             size = 128 // self.out_dtype.width
-            pointer = cute.recast_ptr(sX.iterator, dtype=self.out_dtype)
-            sOut = cute.make_tensor(pointer, cute.make_layout((size, self.threads * (STRIP // size))))
-            self.strips.write(sOut, values, factor, thread)
-            cute.arch.barrier()
+            team, member = self.place_of(thread)
+            start = sX[None, team * (self.team * (self.plan.strip // self.vector))]
+            pointer = cute.recast_ptr(start.iterator, dtype=self.out_dtype)
+            sOut = cute.make_tensor(pointer, cute.make_layout((size, self.team * (self.plan.strip // size))))
+            self.strips.write(sOut, values, factor, member)
+            self.meet()
             self.store(mOut, sOut, block, thread)
 
     @cute.jit
     def pass_over(self, scales: ScaleArgs, block: Block, thread: Int32) -> None:
         """A block without rows, of which a ragged batch has some: a scale is all that it has."""
+        if const_expr(self.plan.by_warp and self.plan.purpose in ("block", "absmax")):
+            cute.arch.barrier()  # the maxima of the block before were read
         if const_expr(self.plan.purpose == "block"):
             if thread == 0:
                 scales.descale[block.entry, block.head, block.column] = Float32(1.0)
@@ -209,7 +241,7 @@ class QuantizeKernel:
     def post_largest(self, values: cute.Tensor, sMaxima: cute.Tensor, thread: Int32) -> None:
         """The largest magnitude of a warp's values to shared memory. NaNs do not count."""
         tops = [Float32(0.0)] * 4
-        for i in range(STRIP):
+        for i in range(self.plan.strip):
             tops[i % 4] = cute.arch.fmax(tops[i % 4], cute.math.absf(values[i]))
         top = cute.arch.fmax(cute.arch.fmax(tops[0], tops[1]), cute.arch.fmax(tops[2], tops[3]))
         top = cute.arch.warp_reduction(top, cute.arch.fmax, threads_in_group=WARP)
@@ -250,32 +282,55 @@ class QuantizeKernel:
 
     @cute.jit
     def store(self, mOut: cute.Tensor, sOut: cute.Tensor, block: Block, thread: Int32) -> None:
-        """The result in sOut (vector, chunks) to global memory, 16 bytes a thread and neighbouring threads beside each other."""
+        """The team's result in sOut (vector, chunks) to global memory, 16 bytes a thread and neighbouring threads beside each other."""
         if const_expr(self.plan.is_transposed):
             row_chunks = 8
         else:
             row_chunks = self.plan.head_dim * self.out_dtype.width // 128
         size = cute.size(sOut, mode=[0])
-        passes, rows_per_pass = STRIP // size, self.threads // row_chunks
-        row, column = thread // row_chunks, thread % row_chunks
+        passes, rows_per_pass = self.plan.strip // size, self.team // row_chunks
+        team, member = self.place_of(thread)
+        row, column = member // row_chunks, member % row_chunks
+        if const_expr(not self.plan.is_transposed):
+            row = row + team * (BLOCK_ROWS // self.teams)
+        rows = passes, rows_per_pass, self.strips.is_tight
+        if const_expr(self.plan.is_transposed):
+            gOut = mOut[block.entry, block.head, None, None]
+            targets = chunks_of_rows(gOut, row, block.column * row_chunks + column, size, *rows)
+        else:
+            gOut = mOut[block.entry, None, block.head, None]
+            targets = chunks_of_rows(gOut, block.row + row, column, size, *rows)
         group = min(passes, MOST_PIECES)
-        for first in range(0, passes, group):
+        for first in cutlass.range_constexpr(0, passes, group):
             pieces = cute.make_rmem_tensor((size, group), self.out_dtype)
             for i in cutlass.range_constexpr(group):
                 if const_expr(self.plan.is_transposed):
                     place = transposed_chunk(row + (first + i) * rows_per_pass, column)
                 else:
-                    place = swizzled_pass(thread, first + i, self.threads, passes)
+                    place = swizzled_pass(member, first + i, self.team, passes)
                 cute.autovec_copy(sOut[None, place], pieces[None, i])
             for i in cutlass.range_constexpr(group):
                 at = row + (first + i) * rows_per_pass
                 if const_expr(self.plan.is_transposed):
-                    gOut = mOut[block.entry, block.head, at, None]
-                    cute.autovec_copy(pieces[None, i], cute.local_tile(gOut, (size,), (block.column * 8 + column,)))
+                    cute.autovec_copy(pieces[None, i], targets[first + i])
                 else:
                     if at < block.written:
-                        gOut = mOut[block.entry, block.row + at, block.head, None]
-                        cute.autovec_copy(pieces[None, i], cute.local_tile(gOut, (size,), (column,)))
+                        cute.autovec_copy(pieces[None, i], targets[first + i])
+
+
+def chunks_of_rows(
+    g: cute.Tensor, row: Int32, column: Int32, size: int, rows: int, step: int, is_tight: bool
+) -> list[cute.Tensor]:
+    """Chunk `column`, of `size` elements, of the rows `row`, `row` + step, ... of g (rows, elements).
+
+    One product for all of them, as that of a row's place, 64 bits wide, takes six instructions. is_tight: one for each, which
+    keeps fewer registers from block to block.
+    """
+    if is_tight:
+        return [cute.local_tile(g[row + i * step, None], (size,), (column,)) for i in range(rows)]
+    first = cute.local_tile(g[row, None], (size,), (column,))
+    whole = cute.make_tensor(first.iterator, cute.make_layout((size, rows), stride=(1, step * g.stride[0])))
+    return [whole[None, i] for i in range(rows)]
 
 
 def anew(thread: Int32, known: Int32) -> Int32:

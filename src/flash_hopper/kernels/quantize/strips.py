@@ -1,10 +1,11 @@
-"""A thread's 64 values of a block: out of shared memory, turned and transformed, and back as codes.
+"""A thread's 64 or 128 values of a block: out of shared memory, turned and transformed, and back as codes.
 
-`RowStrips` are 64 consecutive elements (of one row, or of parts of two, if rows are shorter): rotary embedding and Hadamard
-transform live here. `KeyStrips` are 8 elements of 8 keys, whose codes go back transposed. `layout`: `geometry/strips.py`.
+`RowStrips` are consecutive elements (of one row, or of parts of several, if rows are shorter): rotary embedding and Hadamard
+transform live here. `KeyStrips` are 8 elements of 8 keys, whose codes go back transposed, `CodeStrips` 16 codes of 4 keys.
+Layouts: `geometry/strips.py`.
 
 The Hadamard transform of n = 2^k neighbours, H[i][j] = (-1)^popcount(i & j), is k steps of sums and differences. Those between
-elements up to 32 apart are a thread's own; for n = 128 and 256 one or two follow between lanes. The input is multiplied by 1 / n
+elements of a strip are a thread's own; if n is 2 or 4 strips one or two follow between lanes. The input is multiplied by 1 / n
 first, so that no sum overflows; what is missing then is in the factor that the kernel is given.
 """
 
@@ -13,13 +14,27 @@ from typing import Any
 from flash_hopper.device.dsl import Constexpr, Float8E4M3FN, Float32, Int32, const_expr, cute, cutlass
 from flash_hopper.geometry.arith import minimum
 from flash_hopper.geometry.fp8 import key_at
-from flash_hopper.geometry.strips import COLUMNS, KEYS, STRIP, swizzled, transpose_place, transposed_word
+from flash_hopper.geometry.strips import (
+    CODE_COLUMNS,
+    CODE_KEYS,
+    COLUMNS,
+    KEYS,
+    STRIP,
+    code_key,
+    code_place,
+    code_word,
+    swizzled,
+    transpose_place,
+    transposed_word,
+)
 from flash_hopper.kernels.quantize.args import Block, RotaryArgs
 from flash_hopper.plan.quantize import QuantizePlan
 from flash_hopper.problem.dtypes import DType
 
 UNUSED_NAN = 0x7FFFE5E5  # arithmetic gives another one
 SIGN_BITS = (0x8000, -0x80000000)  # of the halves of a word
+# Of prmt, which takes its bytes from two words, 0 to 3 and 4 to 7: pairs of their low and high bytes, and of halves
+LOW_BYTES, HIGH_BYTES, LOW_HALVES, HIGH_HALVES = 0x5140, 0x7362, 0x5410, 0x7632
 
 
 class RowStrips:
@@ -28,7 +43,16 @@ class RowStrips:
     def __init__(self, plan: QuantizePlan) -> None:
         self.plan = plan
         self.vector = 16 // plan.dtype.itemsize  # elements of a chunk
-        self.chunks = STRIP // self.vector  # of a strip
+        self.chunks = plan.strip // self.vector  # of a strip
+
+    def registers(self) -> cute.Tensor:
+        """For the values of a strip."""
+        return cute.make_rmem_tensor(self.plan.strip, Float32)
+
+    @property
+    def is_tight(self) -> bool:
+        """Whether angles leave so few registers that one piece at a time is turned."""
+        return self.pieces_at_once == 1
 
     @property
     def has_packed_signs(self) -> bool:
@@ -56,13 +80,13 @@ class RowStrips:
         self, sX: cute.Tensor, values: cute.Tensor, block: Block, sSigns: cute.Tensor | None, rotary: RotaryArgs | None,
         thread: Int32,
     ) -> None:  # fmt: skip
-        """values (64,) float32: the strip of a stage sX (vector, chunks), turned and transformed."""
+        """values (strip,) float32: the strip of a stage sX (vector, chunks), turned and transformed."""
         plan = self.plan
         group = self.pieces_at_once
-        for first in cutlass.range_constexpr(0, STRIP // COLUMNS, group):
+        for first in cutlass.range_constexpr(0, plan.strip // COLUMNS, group):
             angles: list[Any] = [None] * group
             if const_expr(plan.rotary != "none" and group > 1):
-                numbers = [thread * (STRIP // COLUMNS) + first + j for j in range(group)]
+                numbers = [thread * (plan.strip // COLUMNS) + first + j for j in range(group)]
                 angles = [self.angles(block, rotary, number) for number in numbers]
             for j in cutlass.range_constexpr(group):
                 piece = cute.make_tensor(values.iterator + (first + j) * COLUMNS, cute.make_layout(COLUMNS))
@@ -80,7 +104,7 @@ class RowStrips:
     ) -> None:  # fmt: skip
         """The i-th 8 elements, turned and with their signs, as float32."""
         plan, columns = self.plan, self.plan.head_dim // COLUMNS
-        number = thread * (STRIP // COLUMNS) + i
+        number = thread * (plan.strip // COLUMNS) + i
         own = packed_piece(sX, number, self.chunks)
         if const_expr(plan.has_signs and self.has_packed_signs):
             self.change_packed_signs(own, sSigns, number % columns)
@@ -98,7 +122,7 @@ class RowStrips:
     def pieces_at_once(self) -> int:
         """Pieces of a strip whose angles are on their way from memory at the same time: as many as there are registers for."""
         if self.plan.rotary == "none":
-            return STRIP // COLUMNS
+            return self.plan.strip // COLUMNS
         if self.plan.has_wide_table or self.plan.dtype is DType.FP32:
             return 4 if self.plan.rotary == "interleaved" else 1
         return 8 if self.plan.rotary == "interleaved" else 4
@@ -175,45 +199,51 @@ class RowStrips:
     @cute.jit
     def transform(self, values: cute.Tensor, thread: Int32) -> None:
         """Hadamard transform / n of each n values."""
-        size = self.plan.hadamard
-        for i in cutlass.range_constexpr(0, STRIP, 2):
+        size, strip = self.plan.hadamard, self.plan.strip
+        for i in cutlass.range_constexpr(0, strip, 2):
             a, b = values[i], values[i + 1] * (1.0 / size)
             values[i] = cute.math.fma(a, Float32(1.0 / size), b)
             values[i + 1] = cute.math.fma(a, Float32(1.0 / size), -b)
-        for step in (2, 4, 8, 16, 32):
-            if const_expr(step < size):
-                for i in cutlass.range_constexpr(STRIP):
+        for step in (2, 4, 8, 16, 32, 64):
+            if const_expr(step < min(size, strip)):
+                for i in cutlass.range_constexpr(strip):
                     if const_expr(i & step == 0):
                         a, b = values[i], values[i + step]
                         values[i] = a + b
                         values[i + step] = a - b
         for lanes in (1, 2):
-            if const_expr(lanes * STRIP < size):
+            if const_expr(lanes * strip < size):
                 sign = Float32(1 - thread // lanes % 2 * 2)
-                for i in cutlass.range_constexpr(STRIP):
+                for i in cutlass.range_constexpr(strip):
                     other = cute.arch.shuffle_sync_bfly(values[i], offset=lanes)
                     values[i] = cute.math.fma(values[i], sign, other)
 
     @cute.jit
     def write(self, sOut: cute.Tensor, values: cute.Tensor, factor: Float32, thread: Int32) -> None:
-        """values * factor to the strip's chunks of the result, sOut (vector, chunks)."""
+        """values * factor to the strip's chunks of the team's result, sOut (vector, chunks); thread: of the team."""
         vector = 16 * 8 // sOut.element_type.width
-        for j in cutlass.range_constexpr(STRIP // vector):
+        for j in cutlass.range_constexpr(self.plan.strip // vector):
             scaled = cute.make_rmem_tensor(vector, Float32)
             for i in cutlass.range_constexpr(vector):
                 scaled[i] = values[j * vector + i] * factor
             codes = cute.make_rmem_tensor(vector, sOut.element_type)
             codes.store(scaled.load().to(sOut.element_type))
-            per_strip = STRIP // vector
+            per_strip = self.plan.strip // vector
             cute.autovec_copy(codes, sOut[None, swizzled(thread * per_strip + j, per_strip)])
 
 
 class KeyStrips:
     """8 elements of each of 8 keys, as the transposed block wants them."""
 
+    is_tight = False
+
     def __init__(self, plan: QuantizePlan) -> None:
         self.plan = plan
         self.chunks = STRIP * plan.dtype.itemsize // 16
+
+    def registers(self) -> cute.Tensor:
+        """For the values of a strip."""
+        return cute.make_rmem_tensor(STRIP, Float32)
 
     @cute.jit
     def read(
@@ -242,6 +272,55 @@ class KeyStrips:
                 words[transposed_word(place, i, half)] = cute.recast_tensor(codes, Int32)[0]
 
 
+class CodeStrips:
+    """16 codes of each of 4 keys, which go back transposed as they are."""
+
+    is_tight = False
+
+    def __init__(self, plan: QuantizePlan) -> None:
+        self.plan = plan
+        self.chunks = STRIP // CODE_COLUMNS
+
+    def registers(self) -> cute.Tensor:
+        """For the codes of a strip."""
+        return cute.make_rmem_tensor(CODE_COLUMNS, Int32)
+
+    @cute.jit
+    def read(
+        self, sX: cute.Tensor, words: cute.Tensor, block: Block, sSigns: None, rotary: None, thread: Int32
+    ) -> None:
+        """words (16,): the codes of 4 keys for each column."""
+        place = code_place(thread, self.plan.head_dim)
+        found = cute.make_rmem_tensor((CODE_COLUMNS // 4, CODE_KEYS), Int32)  # 4 columns a word, of each key
+        for k in cutlass.range_constexpr(CODE_KEYS):
+            chunk = code_key(place, k) * (self.plan.head_dim // CODE_COLUMNS) + place.column
+            source = cute.recast_tensor(sX[None, swizzled(chunk, self.chunks)], Int32)
+            cute.autovec_copy(source, found[None, k])
+        for i in cutlass.range_constexpr(CODE_COLUMNS // 4):
+            a, b, c, d = (found[i, k] for k in range(CODE_KEYS))
+            for j, pairs in ((0, LOW_BYTES), (2, HIGH_BYTES)):
+                low, high = cute.arch.prmt(a, b, pairs), cute.arch.prmt(c, d, pairs)
+                words[4 * i + j] = cute.arch.prmt(low, high, LOW_HALVES)
+                words[4 * i + j + 1] = cute.arch.prmt(low, high, HIGH_HALVES)
+
+    @cute.jit
+    def write(self, sOut: cute.Tensor, words: cute.Tensor, factor: Float32, thread: Int32) -> None:
+        """The words to the transposed block in sOut (16, chunks). There is no factor: codes stay what they are."""
+        place = code_place(thread, self.plan.head_dim)
+        target = cute.make_tensor(
+            cute.recast_ptr(sOut.iterator, dtype=Int32), cute.make_layout(32 * self.plan.head_dim)
+        )
+        for i in cutlass.range_constexpr(CODE_COLUMNS):
+            target[code_word(place, i)] = words[i]
+
+
+def make_strips(plan: QuantizePlan) -> RowStrips | KeyStrips | CodeStrips:
+    """The object for a plan."""
+    if plan.purpose == "reorder":
+        return CodeStrips(plan)
+    return KeyStrips(plan) if plan.is_transposed else RowStrips(plan)
+
+
 def after(thread: Int32, value: Float32) -> Int32:
     """The same thread, as a number that is not there before a value that was computed.
 
@@ -254,7 +333,7 @@ def after(thread: Int32, value: Float32) -> Int32:
 
 def packed_piece(sX: cute.Tensor, number: Int32, chunks_per_strip: int) -> cute.Tensor:
     """Piece `number` of 8 elements of a stage sX (vector, chunks): one chunk, or two of float32."""
-    vector = STRIP // chunks_per_strip
+    vector = cute.size(sX, mode=[0])
     found = cute.make_rmem_tensor(COLUMNS, sX.element_type)
     for i in range(COLUMNS // vector):
         part = cute.make_tensor(found.iterator + i * vector, cute.make_layout(vector))
