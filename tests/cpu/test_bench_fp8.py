@@ -61,7 +61,7 @@ def test_its_pack_holds_both_forms_of_descales_the_16_bit_kernel_and_quantisatio
         assert {(d, "block", False, True, "none"), (d, "block", False, True, "halves")} <= of_quantise
 
 
-@pytest.mark.parametrize("name", ["ours", "ours-block", "ours-rows"])
+@pytest.mark.parametrize("name", ["ours", "ours-block", "ours-rows", "ours-fast"])
 def test_our_providers_are_right_and_a_wrong_result_is_found(name, monkeypatch):
     inputs = make_inputs(SMALL, "cpu")
     assert inputs.q.dtype is torch.bfloat16

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import flash_hopper
 from flash_hopper.launch.forward_fp8 import Descales, checked_call, supported_plan
 from flash_hopper.launch.sequences import sequences_of
 from flash_hopper.problem.attention import AttentionOptions
@@ -178,6 +179,22 @@ def test_values_in_rows_have_the_plan_of_transposed_ones():
 def test_what_comes_later_is_refused_by_name(options, name):
     with refuses(UnsupportedError, f"the kernel does not support: .*{name}"):
         planned(**options)
+
+
+def test_fast_accumulation_is_taken_with_one_descale_a_head_and_refused_with_those_of_blocks():
+    assert not planned(fast_accum=True).is_two_level
+    blocks = Descales(*(FORMS["blocks"](name) for name in "qkv"))
+    with refuses(UnsupportedError, "the kernel does not support: fast_accum=True with descales of blocks"):
+        planned(descales=blocks, fast_accum=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_fast_accumulation_of_other_dtypes_is_refused_by_name(dtype):
+    q = torch.zeros(1, 4, 1, 64, dtype=dtype)
+    with refuses(UnsupportedError, "fast_accum=True"):
+        flash_hopper.flash_attn_func(q, q, q, fast_accum=True)
+    with refuses(DTypeError, "fast_accum must be a bool"):
+        flash_hopper.flash_attn_func(q, q, q, fast_accum=1)
 
 
 def test_gradients_are_refused():

@@ -155,6 +155,7 @@ def test_every_option_that_changes_the_result_is_a_required_feature():
         Feature.BATCH_INVARIANT: {"batch_invariant": True},
         Feature.DETERMINISTIC: {"deterministic": True},
         Feature.SM_MARGIN: {"sm_margin": 4},
+        Feature.FAST_ACCUM: {"fast_accum": True},
         Feature.NEGATIVE_SCALE: {"softmax_scale": -0.1},
     }
     base = request().features

@@ -243,7 +243,7 @@ def test_the_preparation_of_a_call_runs_no_operation_of_torch(place):
     """So that nothing is read and nothing is waited for: on a GPU the lengths are the kernels' business alone."""
     for kind in KINDS:
         given = batch(place, kind, requires_grad="")
-        options = (None, True, (4, 2), 8, 0.0, *(None,) * 8, 0, None, False, False, 0, True)
+        options = (None, True, (4, 2), 8, 0.0, *(None,) * 8, 0, None, False, False, 0, False, True)
         with Calls() as calls:
             bundle = sequences.sequences_of(**given.arguments)
             attention.prepare_call(*given.inputs, None, options, bundle)

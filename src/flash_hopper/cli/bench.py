@@ -32,7 +32,7 @@ def bench(
     providers: Annotated[
         str | None,
         typer.Option(
-            help="Of ours, ours-out (forward), ours-det (backward), sdpa-flash, sdpa-cudnn, fa3, fa4; ours-block, ours-rows, "
+            help="Of ours, ours-out (forward), ours-det (backward), sdpa-flash, sdpa-cudnn, fa3, fa4; ours-block, ours-rows, ours-fast, "
             "ours-bf16, ours-rotary, ours-values, copy (fp8); by default all that fit."
         ),
     ] = None,

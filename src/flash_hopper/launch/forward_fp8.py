@@ -39,7 +39,7 @@ from flash_hopper.launch.tensors import DTYPES as SHORT_DTYPES
 from flash_hopper.plan.forward_fp8 import ForwardFp8Plan, plan_forward_fp8
 from flash_hopper.problem.attention import AttentionOptions, AttentionProblem, attention_problem, varlen_problem
 from flash_hopper.problem.checks import check_devices
-from flash_hopper.problem.features import check_supported
+from flash_hopper.problem.features import Feature, check_supported
 from flash_hopper.problem.fp8 import (
     FP8_BLOCK,
     DescaleForm,
@@ -204,8 +204,10 @@ def prepare_fp8(
 
 def supported_plan(p: AttentionProblem, form: DescaleForm, out_dtype: torch.dtype, backend: str) -> ForwardFp8Plan:
     """The plan for a checked call. Raises UnsupportedError, with the backend's name, for features that the kernel lacks."""
-    check_supported(p.features, SUPPORTED, backend)
-    return plan_forward_fp8(p, SHORT_DTYPES[out_dtype], form)
+    is_fast = Feature.FAST_ACCUM in p.features
+    features = p.features | ({Feature.FAST_ACCUM_OF_BLOCKS} if is_fast and form == "block" else set())
+    check_supported(features, SUPPORTED, backend)
+    return plan_forward_fp8(p, SHORT_DTYPES[out_dtype], form, "plain" if is_fast else "two_level")
 
 
 def checked_call(

@@ -75,6 +75,7 @@ def check_expressed(options: AttentionOptions) -> None:
         (Feature.DESCALE, not (options.q_descale is options.k_descale is options.v_descale is None)),
         (Feature.SPLIT_KV, options.num_splits > 1),
         (Feature.BATCH_INVARIANT, options.batch_invariant),
+        (Feature.FAST_ACCUM, options.fast_accum),
     ]
     missing = [feature.value for feature, is_asked in asked if is_asked]
     if missing:

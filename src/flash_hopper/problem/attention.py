@@ -53,6 +53,7 @@ class AttentionOptions:
     batch_invariant: bool = False
     deterministic: bool = False
     sm_margin: int = 0
+    fast_accum: bool = False
     return_lse: bool = False
 
 
@@ -202,7 +203,7 @@ def requested_mask(options: AttentionOptions) -> Mask:
 
 def requested_features(options: AttentionOptions) -> set[Feature]:
     """The features that keyword arguments ask for, after checking each argument's own range and type."""
-    for name in ("causal", "batch_invariant", "deterministic", "return_lse"):
+    for name in ("causal", "batch_invariant", "deterministic", "return_lse", "fast_accum"):
         if not isinstance(getattr(options, name), bool):
             raise DTypeError(f"{name} must be a bool, got {type(getattr(options, name)).__name__}")
     mask = requested_mask(options)
@@ -227,6 +228,7 @@ def requested_features(options: AttentionOptions) -> set[Feature]:
         Feature.BATCH_INVARIANT: options.batch_invariant,
         Feature.DETERMINISTIC: options.deterministic,
         Feature.SM_MARGIN: checked_int("sm_margin", options.sm_margin, 0) > 0,
+        Feature.FAST_ACCUM: options.fast_accum,
     }
     return {feature for feature, wanted in asked.items() if wanted}
 

@@ -33,6 +33,8 @@ class Feature(str, Enum):
     BATCH_INVARIANT = "batch_invariant=True"
     DETERMINISTIC = "deterministic=True"
     SM_MARGIN = "sm_margin above 0"
+    FAST_ACCUM = "fast_accum=True"
+    FAST_ACCUM_OF_BLOCKS = "fast_accum=True with descales of blocks"
     VARLEN = "ragged batches (cu_seqlens)"
     SEQUSED = "seqused"
     PAGED_KV = "page_table"

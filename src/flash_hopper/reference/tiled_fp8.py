@@ -28,6 +28,7 @@ CODES = torch.float8_e4m3fn
 SUPPORTED = frozenset({
     Feature.CAUSAL, Feature.GQA, Feature.HEAD_DIM_V, Feature.NEGATIVE_SCALE, Feature.LSE, Feature.DETERMINISTIC,
     Feature.SM_MARGIN, Feature.WINDOW, Feature.CHUNK, Feature.VARLEN, Feature.SEQUSED, Feature.FP8, Feature.DESCALE,
+    Feature.FAST_ACCUM,
 })  # fmt: skip
 """What this backend can do."""
 

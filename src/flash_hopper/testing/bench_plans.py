@@ -43,6 +43,7 @@ def _fp8_plans(shape: BenchShape) -> Iterator[Plan]:
     """Ours with descales of heads and of blocks and with v in rows, in bf16, and the quantisation of their inputs."""
     yield plan_forward_fp8(shape.problem, DType.BF16, "scalar")
     yield plan_forward_fp8(shape.problem, DType.BF16, "block")
+    yield plan_forward_fp8(shape.problem, DType.BF16, "scalar", "plain")
     yield value_plan(shape.problem)
     yield plan_forward(replace(shape, dtype=DType.BF16).problem)
     granularities: tuple[Granularity, ...] = ("head", "block")

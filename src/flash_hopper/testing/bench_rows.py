@@ -17,7 +17,17 @@ from flash_hopper.testing.bench_suites import dims_label, length_label
 
 OURS, DETERMINISTIC = "ours", "ours-det"
 # never a peer
-OWN = (OURS, "ours-out", DETERMINISTIC, "ours-block", "ours-rows", "ours-bf16", "ours-rotary", "ours-values")
+OWN = (
+    OURS,
+    "ours-out",
+    DETERMINISTIC,
+    "ours-block",
+    "ours-rows",
+    "ours-fast",
+    "ours-bf16",
+    "ours-rotary",
+    "ours-values",
+)
 
 
 @dataclass(frozen=True, slots=True)

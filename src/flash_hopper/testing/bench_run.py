@@ -53,7 +53,7 @@ def default_providers(shape: BenchShape) -> tuple[str, ...]:
     if shape.direction == QUANTISE:
         return tuple(MAKERS[QUANTISE])
     if shape.is_fp8:
-        return (OURS, "ours-block", "ours-bf16", "fa3", "sdpa-flash", "sdpa-cudnn")
+        return (OURS, "ours-block", "ours-fast", "ours-bf16", "fa3", "sdpa-flash", "sdpa-cudnn")
     if shape.direction == "backward":
         return (OURS, "ours-det", *PEERS)
     return (OURS, "ours-out", *PEERS) if shape.suite == "host" else (OURS, *PEERS)

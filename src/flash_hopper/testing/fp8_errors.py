@@ -8,9 +8,9 @@ weight of key j relative to the row's largest, W their sum, p_j = w_j / W:
   standard deviations, each at most e_j / sqrt(3), or the worst case if there are fewer than 12 keys. As row sums are of rounded
   weights, what a weight's error changes is (v_j - out) p_j.
 - Where scores are almost alike, roundings are alike as well. So twice the largest error is allowed that plain rounding makes in
-  the row: e4m3 of 2^6 w_j, the rest in float64. Elsewhere this is less than the above. Plain
+  the row: e4m3 of 2^(6 + x) w_j for x = 0, 1/4, 1/2 and 3/4, the rest in float64. Elsewhere this is less than the above. Plain
   rounding may cancel where that of a kernel, relative to an earlier maximum, does not: sums of weights may be off by all e_j
-  together, times exp(-(S / 0.1)^2 / 2), S the standard deviation of the row's scores under p; a step of e4m3 is 0.06 to 0.13.
+  together, and out by as much of itself, or by sum_j e_j |v_j - out| if that is less, times exp(-(S / 0.1)^2 / 2), S the standard deviation of the row's scores under p; a step of e4m3 is 0.06 to 0.13.
 - Weights below 2^-14 are all rounded down: T_j = min(w_j, 2^-16), added up as they are.
 - The tensor core keeps 14 bits of a sum. A score is a sum of d / 32 steps, a random error with a standard deviation of
   L_j = 2^-11 / 6 |scale| ||q|| ||k_j||; products of one sign lose up to 0.4 % of it, which matters as far as q and k_j are parallel:
@@ -36,6 +36,7 @@ from flash_hopper.testing.pieces import FULL, Batch, Lengths, Matrices, by_head
 
 ROUNDING = 2.0**-4  # of a weight, relative
 LARGEST_WEIGHT = 2.0**WEIGHT_LOG2
+PLAIN_WEIGHTS = tuple(LARGEST_WEIGHT * 2.0 ** (x / 4) for x in range(4))
 NO_EXPONENT = 2.0**-6 / LARGEST_WEIGHT  # of the largest weight: below it the spacing of e4m3 stays the same
 SPACING = 2.0**-10 / LARGEST_WEIGHT  # half of it
 FLUSHED = 4 * SPACING
@@ -123,23 +124,31 @@ def _of_weights(w: Tensor, v: Tensor, total: Tensor, out: Tensor, scores: Tensor
     p = w / total
     centred = torch.where(p > 0, scores - (p * torch.where(p > 0, scores, 0.0)).sum(dim=-1, keepdim=True), 0.0)
     variance = (p * centred.square()).sum(dim=-1, keepdim=True)
-    alike = e.sum(dim=-1, keepdim=True) * torch.exp(-variance / (2 * STEP**2))
+    share, of_all = torch.exp(-variance / (2 * STEP**2)), e.sum(dim=-1, keepdim=True)
+    around_out = e @ v.square() - 2 * out * (e @ v) + out.square() * of_all
+    alike = _Part(
+        share * torch.minimum(of_all * out.abs(), (of_all * around_out.clamp_min(0.0)).sqrt()), share * of_all
+    )
     flushed = torch.where(w < FLUSHED, small, 0.0) / total
     lost = flushed.sum(dim=-1, keepdim=True)
     return _Part(
-        torch.maximum(independent.out, 2 * plain.out) + (alike + lost) * out.abs() + flushed @ v.abs(),
-        torch.maximum(independent.lse, 2 * plain.lse) + alike + lost,
+        torch.maximum(independent.out, 2 * plain.out) + alike.out + lost * out.abs() + flushed @ v.abs(),
+        torch.maximum(independent.lse, 2 * plain.lse) + alike.lse + lost,
     )
 
 
 def _plain_error(w: Tensor, v: Tensor, total: Tensor, out: Tensor) -> _Part:
-    """Of weights rounded relative to the row's largest: the largest error of out in a row, and that of log sums."""
-    codes = (w * LARGEST_WEIGHT).float().to(torch.float8_e4m3fn).to(torch.float64) / LARGEST_WEIGHT
-    sums = codes.sum(dim=-1, keepdim=True)
-    sums = torch.where(sums == 0, 1.0, sums)
-    errors = (codes @ v / sums - out).abs()
-    of_rows = errors.amax(dim=-1, keepdim=True) if v.shape[-1] else torch.zeros_like(total)
-    return _Part(of_rows, (sums / total).log().abs())
+    """Of weights rounded relative to the row's largest, which is one of `PLAIN_WEIGHTS`: the largest error of out in a row, and that of
+    log sums."""
+    worst = _Part(torch.zeros_like(total), torch.zeros_like(total))
+    for largest in PLAIN_WEIGHTS:
+        codes = (w * largest).float().to(torch.float8_e4m3fn).to(torch.float64) / largest
+        sums = codes.sum(dim=-1, keepdim=True)
+        sums = torch.where(sums == 0, 1.0, sums)
+        errors = (codes @ v / sums - out).abs()
+        of_rows = errors.amax(dim=-1, keepdim=True) if v.shape[-1] else torch.zeros_like(total)
+        worst = _Part(torch.maximum(worst.out, of_rows), torch.maximum(worst.lse, (sums / total).log().abs()))
+    return worst
 
 
 def _of_scores(given: Matrices, p: Tensor, out: Tensor, scores: Tensor, softmax_scale: float) -> _Part:

@@ -72,11 +72,15 @@ def ours_rows(shape: BenchShape, inputs: Inputs) -> Prepared:
     return _call(shape, given, given.v)
 
 
-def _call(shape: BenchShape, given: Quantised, v: Any) -> Prepared:
-    q, k, descales = given.q, given.k, given.descales
-    return Prepared(
-        lambda: flash_hopper.flash_attn_func(q, k, v, causal=shape.causal, **descales), compared_with=given.real
-    )
+def ours_fast(shape: BenchShape, inputs: Inputs) -> Prepared:
+    """Sums of PV in the tensor core."""
+    given = quantised(inputs, "head")
+    return _call(shape, given, given.values, fast_accum=True)
+
+
+def _call(shape: BenchShape, given: Quantised, v: Any, **options: Any) -> Prepared:
+    q, k, options = given.q, given.k, {"causal": shape.causal} | given.descales | options
+    return Prepared(lambda: flash_hopper.flash_attn_func(q, k, v, **options), compared_with=given.real)
 
 
 def fa3(shape: BenchShape, inputs: Inputs) -> Prepared:

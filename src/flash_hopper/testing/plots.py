@@ -20,6 +20,7 @@ COLOURS = {
     "ours-det": "#e8964f",
     "ours-block": "#e8964f",
     "ours-rows": "#edae49",
+    "ours-fast": "#b5651d",
     "ours-rotary": "#e8964f",
     "ours-values": "#edae49",
     "ours-bf16": "#f0a6ae",

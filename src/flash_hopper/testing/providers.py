@@ -194,6 +194,7 @@ FP8: dict[str, Maker] = {
     "ours": fp8_providers.ours,
     "ours-block": fp8_providers.ours_block,
     "ours-rows": fp8_providers.ours_rows,
+    "ours-fast": fp8_providers.ours_fast,
     "ours-bf16": FORWARD["ours"],
     "fa3": fp8_providers.fa3,
     "sdpa-flash": FORWARD["sdpa-flash"],

@@ -31,6 +31,7 @@ LABELS = {
     "ours-det": "flash-hopper, deterministic",
     "ours-block": "flash-hopper, block scales",
     "ours-rows": "flash-hopper, V in rows",
+    "ours-fast": "flash-hopper, fast_accum",
     "ours-rotary": "flash-hopper, rotary",
     "ours-values": "flash-hopper, V transposed",
     "ours-bf16": "flash-hopper, bf16",

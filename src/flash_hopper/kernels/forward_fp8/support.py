@@ -8,4 +8,5 @@ OUT_DTYPES = (DType.BF16, DType.FP16)
 SUPPORTED = frozenset({
     Feature.CAUSAL, Feature.GQA, Feature.HEAD_DIM_V, Feature.NEGATIVE_SCALE, Feature.LSE, Feature.DETERMINISTIC,
     Feature.SM_MARGIN, Feature.WINDOW, Feature.CHUNK, Feature.VARLEN, Feature.SEQUSED, Feature.FP8, Feature.DESCALE,
+    Feature.FAST_ACCUM,
 })  # fmt: skip
