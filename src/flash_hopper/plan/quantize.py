@@ -27,10 +27,9 @@ PLAIN: dict[str, Any] = {
     "is_transposed": False, "hadamard": 0, "has_signs": False, "rotary": "none", "rotary_dim": 0, "has_wide_table": False,
     "has_offsets": False, "is_ragged": False, "has_seqused": False,
 }  # fmt: skip
-STRIP_REGISTERS = {
-    STRIP: 128,
-    LONG_STRIP: 168,
-}  # of a thread: a float32 for each element, and what a block's places take
+# Of a thread: a float32 for each element, and what a block's places take. ptxas takes 168 where 151 to 155 do (2026-11)
+STRIP_REGISTERS = {STRIP: 128, LONG_STRIP: 168}
+CODE_REGISTERS = 64  # of a thread that moves codes: 64 bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +128,8 @@ def plan_quantize(
         is_long = what["rotary"] == "none" and not is_transposed and threads_of(head_dim, LONG_STRIP) % WARP == 0
         strip = LONG_STRIP if is_long else STRIP
     if ctas is None:
-        ctas = ctas_for(head_dim, dtype, strip)
+        registers = CODE_REGISTERS if purpose == "reorder" else STRIP_REGISTERS[strip]
+        ctas = ctas_for(registers * threads_of(head_dim, strip), block_bytes(head_dim, dtype))
     if by_warp is None:
         by_warp = not is_transposed and may_be_by_warp(head_dim, dtype, ctas)
     return QuantizePlan(dtype, head_dim, purpose, strip=strip, ctas_per_sm=ctas, by_warp=by_warp, **what)
@@ -141,10 +141,10 @@ def may_be_by_warp(head_dim: int, dtype: DType, ctas: int) -> bool:
     return WARP % row_chunks == 0 and stages_for(ctas, block_bytes(head_dim, dtype)) > 1
 
 
-def ctas_for(head_dim: int, dtype: DType, strip: int) -> int:
-    """As many CTAs of an SM as registers allow, and as leave each a block on its way while one is computed."""
-    ctas = max(1, REGISTER_FILE // (STRIP_REGISTERS[strip] * threads_of(head_dim, strip)))
-    while ctas > 1 and stages_for(ctas, block_bytes(head_dim, dtype)) < 2:
+def ctas_for(registers: int, stage_bytes: int) -> int:
+    """As many CTAs, with so many registers each, as an SM has room for with a block on its way while one is computed."""
+    ctas = max(1, REGISTER_FILE // registers)
+    while ctas > 1 and stages_for(ctas, stage_bytes) < 2:
         ctas -= 1
     return ctas
 
