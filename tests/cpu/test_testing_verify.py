@@ -6,13 +6,14 @@ import shlex
 
 import pytest
 import torch
+from processes import die
 from typer.testing import CliRunner
 
 import flash_hopper
 from flash_hopper.cli.main import app
 from flash_hopper.cli.verify import replay_command
 from flash_hopper.problem.errors import ArgumentError, DeviceError
-from flash_hopper.testing import run
+from flash_hopper.testing import run, workers
 from flash_hopper.testing.cases import Case
 from flash_hopper.testing.suites import suite
 
@@ -129,7 +130,7 @@ def test_the_outcome_is_stored_as_documented(tmp_path, wrong_for_causal):
 
 def test_a_lost_gpu_ends_the_run_and_is_counted(monkeypatch, tmp_path, wrong_for_causal):
     """As after an illegal address: the first failure is followed by a device that answers nothing."""
-    monkeypatch.setattr(run, "lost_device", lambda device: "an illegal memory access was encountered")
+    monkeypatch.setattr(workers, "lost_device", lambda device: "an illegal memory access was encountered")
     path = tmp_path / "outcome.json"
     lines = verify("--suite", "smoke", "--device", "cpu", "--json", str(path), code=1)
     stored = json.loads(path.read_text())
@@ -137,6 +138,30 @@ def test_a_lost_gpu_ends_the_run_and_is_counted(monkeypatch, tmp_path, wrong_for
     assert stored["not_run"] == len(suite("smoke")) - stored["passed"] - 1 > 0
     assert any(f"{stored['not_run']} cases were not run" in line for line in lines)
     assert lines[-1] == f"{stored['passed']} passed, 1 failed"
+
+
+def test_processes_run_every_case_once_and_lose_no_failure():
+    good = suite("smoke")[:30]
+    bad = [Case.parse(f"{CASE.replace('d=16', 'd=264')},seed={i}") for i in range(10)]
+    found = list(workers.results([*bad, *good], "cpu", jobs=2))
+    assert sorted(str(result.case) for result in found) == sorted(map(str, [*bad, *good]))
+    assert {result.case for result in found if not result.passed} == set(bad)
+
+
+def test_a_gpu_that_is_lost_in_a_process_ends_the_run():
+    cases = suite("smoke")[:24]
+    found = []
+    with pytest.raises(workers.DeviceLost):
+        found.extend(workers.results(cases, f"cuda:{torch.cuda.device_count()}", jobs=2))
+
+
+def test_a_process_that_dies_ends_the_run_and_its_cases_are_counted(monkeypatch, tmp_path):
+    monkeypatch.setattr(workers, "_run", die)
+    path = tmp_path / "outcome.json"
+    lines = verify("--suite", "smoke", "--device", "cpu", "--jobs", "2", "--json", str(path), code=1)
+    stored = json.loads(path.read_text())
+    assert (stored["passed"], stored["failed"], stored["not_run"]) == (0, 0, len(suite("smoke")))
+    assert any("a process died" in line for line in lines)
 
 
 def test_the_cpu_is_never_lost():

@@ -11,11 +11,13 @@ import pytest
 import torch
 
 import flash_hopper
+from flash_hopper.problem.mask import FULL, Mask
 from flash_hopper.testing.compare import compare
 from flash_hopper.testing.gradients import expect_gradients
 
 LIMIT = 2**31
 DTYPE = torch.bfloat16
+CAUSAL = Mask(right=0)
 
 
 def filled(shape, device):
@@ -48,7 +50,7 @@ def assert_pairs(q, k, v, dout, out, gradients, causal):
         entry, heads, one = slice(b, b + 1), slice(h * group, (h + 1) * group), slice(h, h + 1)
         expected = expect_gradients(
             q[entry, :, heads], k[entry, :, one], v[entry, :, one], out[entry, :, heads], dout[entry, :, heads], None,
-            softmax_scale=q.shape[3] ** -0.5, causal=causal,
+            softmax_scale=q.shape[3] ** -0.5, mask=CAUSAL if causal else FULL,
         )  # fmt: skip
         parts = gradients[0][entry, :, heads], gradients[1][entry, :, one], gradients[2][entry, :, one]
         for name, got in zip(("dq", "dk", "dv"), parts, strict=True):
@@ -96,7 +98,7 @@ def test_statistics_beyond_2_31_elements(device, memory_gb):
         part = slice(-1, None), slice(first, first + 100), slice(-1, None)
         last = slice(-1, None), slice(None), slice(-1, None)
         expected = expect_gradients(
-            q[part], k[last], k[last], out[part], dout[part], None, softmax_scale=8**-0.5, causal=False
+            q[part], k[last], k[last], out[part], dout[part], None, softmax_scale=8**-0.5
         )
         result = compare("dq", gradients[0][part], *expected["dq"])
         assert result.passed, result.message

@@ -38,6 +38,7 @@ def verify(
     repeat: Annotated[
         int, typer.Option(min=1, help="Call each case so often and demand the same bits where they are promised.")
     ] = 1,
+    jobs: Annotated[int, typer.Option(min=1, help="Run so many cases at once, each in a process of its own.")] = 1,
 ) -> None:
     """Check attention and its gradients against float64, element by element, over a grid of cases."""
     from flash_hopper.testing.cases import Case
@@ -50,7 +51,7 @@ def verify(
     console = Console()
     # asked for first: a lost GPU answers nothing
     facts = environment() if json is not None else {}
-    outcome = _run_all(cases, place, repeat, console)
+    outcome = _run_all(cases, place, repeat, jobs, console)
     not_run = len(cases) - outcome.passed - len(outcome.failures)
     if json is not None:
         _write(json, facts, "case" if case is not None else suite, place, outcome, not_run)
@@ -103,24 +104,24 @@ def _device(name: str | None) -> str:
     return name
 
 
-def _run_all(cases: "list[Case]", device: str, repeat: int, console: Console) -> _Outcome:
+def _run_all(cases: "list[Case]", device: str, repeat: int, jobs: int, console: Console) -> _Outcome:
     """Run the cases until the end or until the GPU is lost. Failures are shown as they come."""
-    from flash_hopper.testing.run import lost_device, run_case
+    from flash_hopper.testing.workers import DeviceLost, results
 
     outcome = _Outcome()
     text = TextColumn("verify on {task.fields[device]}"), TextColumn("{task.fields[state]}")
     columns = (text[0], BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), text[1])
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("verify", total=len(cases), device=device, state="")
-        for case in cases:
-            result = run_case(case, device, repeat=repeat)
-            outcome.add(result)
-            if not result.passed:
-                progress.console.print(f"FAILED {result.message} | {replay_command(case, device, repeat)}", **_PLAIN)
-                outcome.lost = lost_device(device)
-                if outcome.lost is not None:
-                    break
-            progress.update(task, advance=1, state=f"{len(outcome.failures)} failed" if outcome.failures else "")
+        try:
+            for result in results(cases, device, repeat=repeat, jobs=jobs):
+                outcome.add(result)
+                if not result.passed:
+                    replay = replay_command(result.case, device, repeat)
+                    progress.console.print(f"FAILED {result.message} | {replay}", **_PLAIN)
+                progress.update(task, advance=1, state=f"{len(outcome.failures)} failed" if outcome.failures else "")
+        except DeviceLost as lost:
+            outcome.lost = str(lost)
     return outcome
 
 

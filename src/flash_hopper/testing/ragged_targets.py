@@ -137,7 +137,8 @@ def _size(length: int) -> int:
 
 def _gathered(side: Side, members: list[int], device: torch.device) -> _Gathered:
     lengths = torch.tensor([side.lengths[b] for b in members])
-    entry, first = torch.tensor([side.starts[b] for b in members]).unbind(1)
+    starts = side.starts
+    entry, first = torch.tensor([starts[b] for b in members]).unbind(1)
     place = torch.arange(int(lengths.max()))
     row = first[:, None] + torch.where(place < lengths[:, None], place, 0)
     return _Gathered(entry[:, None].expand_as(row).to(device), row.to(device), lengths.to(device))

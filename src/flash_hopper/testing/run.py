@@ -83,7 +83,7 @@ def lost_device(device: torch.device | str) -> str | None:
     try:
         torch.zeros(1, device=place).add_(1).item()
         torch.cuda.synchronize(place)
-    except RuntimeError as error:
+    except (RuntimeError, AssertionError) as error:  # the latter from a torch without CUDA
         return str(error).splitlines()[0]
     return None
 
