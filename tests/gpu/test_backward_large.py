@@ -97,9 +97,7 @@ def test_statistics_beyond_2_31_elements(device, memory_gb):
     for first in (0, seqlen_q - 100):
         part = slice(-1, None), slice(first, first + 100), slice(-1, None)
         last = slice(-1, None), slice(None), slice(-1, None)
-        expected = expect_gradients(
-            q[part], k[last], k[last], out[part], dout[part], None, softmax_scale=8**-0.5
-        )
+        expected = expect_gradients(q[part], k[last], k[last], out[part], dout[part], None, softmax_scale=8**-0.5)
         result = compare("dq", gradients[0][part], *expected["dq"])
         assert result.passed, result.message
     assert_pairs(q[-1:], k[-1:], k[-1:], dout[-1:], out[-1:], [x[-1:] for x in gradients], False)
