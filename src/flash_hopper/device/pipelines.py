@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from flash_hopper.device.dsl import Boolean, const_expr, cute, pipeline
+from flash_hopper.device.dsl import cute, pipeline
 from flash_hopper.device.ptx import await_phase
 from flash_hopper.plan.roles import PipelineSpec
 from flash_hopper.problem.errors import CompileError
@@ -58,17 +58,15 @@ def await_empty(pipe: Any, state: Any) -> None:
     await_phase(pipe.sync_object_empty.get_barrier(state.index), state.phase)
 
 
-@cute.jit
-def await_stage(pipe: Any, state: Any, may_have_jumped: Boolean | bool) -> None:
+def await_stage(pipe: Any, state: Any, may_have_jumped: bool) -> None:
     """Consumer: until the stage is full. `may_have_jumped`: it may not have waited for what the stage held before.
 
     Who did not cannot know whether that ever arrived, and until it has, the next filling seems to be there: a parity tells a filling
     apart only from the one after. But the next one is loaded only when the one before has been freed, and the barrier of the free
     stage cannot be two rounds ahead, as this consumer takes part in the next round.
     """
-    if const_expr(may_have_jumped is not False):
-        if may_have_jumped:
-            pipe.sync_object_empty.wait(state.index, state.phase ^ 1)
+    if may_have_jumped:
+        pipe.sync_object_empty.wait(state.index, state.phase ^ 1)
     pipe.consumer_wait(state)
 
 

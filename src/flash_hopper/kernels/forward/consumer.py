@@ -117,10 +117,9 @@ class Consumer:
         tile_state.advance()
         part = self.part(args, tile, wg, thread)
         skipped = part.before  # blocks since the last one that was used
-        unsure = self.first_unsure(skipped, True)
         if const_expr(plan.looks_ahead):
             k_state = self.jump(k_state, skipped)
-            self.issue_first(atoms, pipes, frags, tile, q_state, k_state, unsure, wg)
+            self.issue_first(atoms, pipes, frags, tile, q_state, k_state, wg)
             k_state = self.finish_first(pipes, tile, k_state)
             frags.acc_O.fill(0.0)
         while tile.block >= 0:
@@ -129,13 +128,12 @@ class Consumer:
                 v_state = self.jump(v_state, skipped)
             else:
                 k_state, v_state = self.skip(pipes, k_state, v_state, part.before, wg)
-                self.issue_first(atoms, pipes, frags, tile, q_state, k_state, unsure, wg)
+                self.issue_first(atoms, pipes, frags, tile, q_state, k_state, wg)
                 frags.acc_O.fill(0.0)
                 k_state = self.finish_first(pipes, tile, k_state)
             k_state, v_state = self.tile(
-                args, atoms, pipes, frags, softmax, part, Cursors(q_state, k_state, v_state, held), holds, unsure, wg,
-                thread,
-            )  # fmt: skip
+                args, atoms, pipes, frags, softmax, part, Cursors(q_state, k_state, v_state, held), holds, wg, thread
+            )
             own, own_part, own_q, own_v = tile, part, q_state.clone(), v_state.clone()
             q_state.advance()
             v_state.advance()
@@ -146,10 +144,8 @@ class Consumer:
             part = self.part(args, tile, wg, thread)
             if const_expr(plan.looks_ahead):
                 skipped = own_part.behind + part.before
-                was_round = own_part.blocks.end - own_part.blocks.start >= plan.kv_stages
-                unsure = self.first_unsure(skipped, was_round)
                 k_state = self.jump(k_state, skipped)
-                self.issue_first(atoms, pipes, frags, tile, q_state, k_state, unsure, wg)
+                self.issue_first(atoms, pipes, frags, tile, q_state, k_state, wg)
             self.finish_sums(frags, softmax, own, own_part, wg, thread)
             pipes.v.consumer_release(own_v)
             if const_expr(not plan.looks_ahead):
@@ -261,20 +257,12 @@ class Consumer:
 
     @cute.jit
     def issue_first(
-        self,
-        atoms: ForwardAtoms,
-        pipes: Pipelines,
-        frags: Fragments,
-        tile: Any,
-        q_state: Any,
-        k_state: Any,
-        unsure: Int32,
-        wg: Int32,
+        self, atoms: ForwardAtoms, pipes: Pipelines, frags: Fragments, tile: Any, q_state: Any, k_state: Any, wg: Int32
     ) -> None:
         """A tile's first scores, not waited for. Without a tile nobody loads anything, and the product is of no use."""
         if tile.block >= 0:
             pipes.q.consumer_wait(q_state)
-            await_stage(pipes.k, k_state, self.is_unsure(Int32(0), unsure))
+            await_stage(pipes.k, k_state, self.plan.frees_unseen)
         q_slot = q_state.index * self.plan.consumer_warpgroups + wg
         issue(
             atoms.mma_qk, frags.acc_S, frags.tSrQ[None, None, None, q_slot],
@@ -301,7 +289,6 @@ class Consumer:
         part: Part,
         cursors: Cursors,
         holds: Boolean,
-        unsure: Int32,
         wg: Int32,
         thread: Int32,
     ) -> tuple[Any, Any]:
@@ -328,44 +315,20 @@ class Consumer:
             cut = cutlass.max(last - blocks.inner_end, 0)
             for i in cutlass.range(cut, unroll=1):
                 k_state, v_state = self.step(
-                    args,
-                    atoms,
-                    pipes,
-                    frags,
-                    softmax,
-                    part,
-                    q_slot,
-                    k_state,
-                    v_state,
-                    unsure,
-                    wg,
-                    last - 1 - i,
-                    self.ends,
+                    args, atoms, pipes, frags, softmax, part, q_slot, k_state, v_state, wg, last - 1 - i, self.ends
                 )
         inner = last - cut
         if const_expr(self.is_windowed):
             inner = cutlass.max(inner - blocks.inner_start, 0)
         for i in cutlass.range(inner, unroll=1):
             k_state, v_state = self.step(
-                args,
-                atoms,
-                pipes,
-                frags,
-                softmax,
-                part,
-                q_slot,
-                k_state,
-                v_state,
-                unsure,
-                wg,
-                last - 1 - cut - i,
-                UNCUT,
+                args, atoms, pipes, frags, softmax, part, q_slot, k_state, v_state, wg, last - 1 - cut - i, UNCUT
             )
         if const_expr(self.is_windowed):
             rest = last - cut - inner
             for i in cutlass.range(rest - blocks.start, unroll=1):
                 k_state, v_state = self.step(
-                    args, atoms, pipes, frags, softmax, part, q_slot, k_state, v_state, unsure, wg, rest - 1 - i, LEFT
+                    args, atoms, pipes, frags, softmax, part, q_slot, k_state, v_state, wg, rest - 1 - i, LEFT
                 )
         self.drain(args, atoms, pipes, frags, softmax, part, v_state, wg)
         return k_state, v_state
@@ -411,19 +374,6 @@ class Consumer:
                 state.advance()
         return state
 
-    def first_unsure(self, skipped: Int32, was_round: Boolean | bool) -> Int32:
-        """Which of a tile's blocks is the first whose stage this warpgroup may have jumped over, when `skipped` blocks lie between
-        this tile's and the last one it read. `was_round`: the tile before had a block for each stage, so that nothing older is left.
-        """
-        first = self.plan.kv_stages - skipped
-        return Int32(first if was_round is True else cutlass.select_(was_round, first, Int32(0)))
-
-    def is_unsure(self, block: Int32, first: Int32) -> Boolean | bool:
-        """Whether `await_stage` must be told so for the K or V of a tile's block, counted from the first that is read."""
-        if not self.plan.frees_unseen:
-            return False
-        return Boolean((block >= first) & (block < self.plan.kv_stages))
-
     @cute.jit
     def skip(self, pipes: Pipelines, k_state: Any, v_state: Any, count: Int32, wg: Int32) -> tuple[Any, Any]:
         """Blocks in which this warpgroup has no visible key: take the turn, pass it on, and free the stages."""
@@ -460,20 +410,18 @@ class Consumer:
         q_slot: Int32,
         k_state: Any,
         v_state: Any,
-        unsure: Int32,
         wg: Int32,
         n_block: Int32,
         ends: Constexpr[Ends],
     ) -> tuple[Any, Any]:
         """Steady state: scores of `n_block`, and PV of the block before it, whose P is in registers."""
-        block = part.blocks.end - 2 - n_block  # whose V is read
-        await_stage(pipes.k, k_state, self.is_unsure(block + 1, unsure))
+        await_stage(pipes.k, k_state, self.plan.frees_unseen)
         self.turns.wait(wg)
         issue(
             atoms.mma_qk, frags.acc_S, frags.tSrQ[None, None, None, q_slot],
             frags.tSrK[None, None, None, k_state.index], True,
         )  # fmt: skip
-        await_stage(pipes.v, v_state, self.is_unsure(block, unsure))
+        await_stage(pipes.v, v_state, self.plan.frees_unseen)
         issue(atoms.mma_pv, frags.acc_O, frags.tOrP, frags.tOrVt[None, None, None, v_state.index], False)
         self.turns.pass_on(wg)
         warpgroup.wait_group(1)  # QK done, PV may still run

@@ -150,7 +150,6 @@ class Fp8Consumer(Consumer):
         q_slot: Int32,
         k_state: Any,
         v_state: Any,
-        unsure: Int32,
         wg: Int32,
         n_block: Int32,
         ends: Constexpr[Ends],
@@ -162,14 +161,13 @@ class Fp8Consumer(Consumer):
         if const_expr(not self.plan.overlaps):  # of the block before
             pipes.v.consumer_release(v_state)
             v_state.advance()
-        block = part.blocks.end - 2 - n_block  # whose V is read, if products overlap
-        await_stage(pipes.k, k_state, self.is_unsure(block + 1, unsure))
+        await_stage(pipes.k, k_state, self.plan.frees_unseen)
         issue(
             atoms.mma_qk, frags.acc_S, frags.tSrQ[None, None, None, q_slot],
             frags.tSrK[None, None, None, k_state.index], True,
         )  # fmt: skip
         if const_expr(self.plan.overlaps):
-            await_stage(pipes.v, v_state, self.is_unsure(block, unsure))
+            await_stage(pipes.v, v_state, self.plan.frees_unseen)
             self.issue_values(atoms, frags, v_state.index)
         if const_expr(self.plan.overlaps):
             warpgroup.wait_group(1)  # QK done, PV may still run
