@@ -56,6 +56,7 @@ REFUSED = [
     ({"v_descale": torch.ones(1)}, "v_descale"),
     ({"num_splits": 2}, "num_splits"),
     ({"batch_invariant": True}, "batch_invariant"),
+    ({"fast_accum": True}, "fast_accum"),
 ]
 
 
