@@ -17,6 +17,7 @@ from flash_hopper.geometry.strips import (
     code_key,
     code_place,
     code_word,
+    exchanged_chunk,
     hadamard_block,
     swizzled,
     swizzled_pass,
@@ -81,6 +82,30 @@ def test_strips_and_rows_of_chunks_meet_eight_banks_of_16_bytes(chunks):
         assert len({swizzled(lane, chunks) % 8 for lane in lanes}) == 8
         for j in range(chunks):
             assert len({swizzled(lane * chunks + j, chunks) % 8 for lane in lanes}) == 8
+
+
+@pytest.mark.parametrize("chunks", CHUNKS)
+def test_lanes_that_exchange_have_every_chunk_once_and_write_to_eight_banks(chunks):
+    places = [[swizzled(exchanged_chunk(thread, j, chunks), 2 * chunks) for j in range(chunks)] for thread in range(64)]
+    assert sorted(itertools.chain(*places)) == list(range(64 * chunks))
+    if chunks == LONG_STRIP // 16:  # of codes
+        for first, j in itertools.product(range(0, 64, 8), range(chunks)):
+            assert len({places[first + lane][j] % 8 for lane in range(8)}) == 8
+
+
+def test_an_exchange_of_halves_gives_the_sums_and_differences_of_both_strips():
+    x, y = torch.arange(2 * LONG_STRIP).reshape(2, -1)
+    half, vector = LONG_STRIP // 2, 16
+    lower, upper = (
+        torch.cat((x[:half] + y[:half], x[:half] - y[:half])),
+        torch.cat((x[half:] + y[half:], x[half:] - y[half:])),
+    )
+    result = torch.empty(2 * LONG_STRIP, dtype=torch.int64)
+    for thread, values in enumerate((lower, upper)):
+        for j, chunk in enumerate(values.reshape(-1, vector)):
+            start = exchanged_chunk(thread, j, LONG_STRIP // vector) * vector
+            result[start : start + vector] = chunk
+    assert torch.equal(result, torch.cat((x + y, x - y)))
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)

@@ -51,6 +51,14 @@ def swizzled_pass(thread: Int, i: int, threads: int, chunks_per_strip: int) -> I
     return swizzled(thread + i % period * threads, chunks_per_strip) + i // period * period * threads
 
 
+def exchanged_chunk(thread: Int, j: int, chunks_per_strip: int) -> Int:
+    """The j-th chunk of the result of a thread that has exchanged half a strip with its neighbour: the lower lane has the lower
+    halves of both strips, the upper lane the upper ones."""
+    half = chunks_per_strip // 2
+    upper = thread % 2
+    return (thread - upper + j // half) * chunks_per_strip + upper * half + j % half
+
+
 class TransposePlace(NamedTuple):
     """What a thread transposes: `COLUMNS` elements from 8 * `column` on, of the keys 32 * `group` + those of lane `quad`."""
 

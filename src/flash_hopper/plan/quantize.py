@@ -39,7 +39,9 @@ class QuantizePlan:
     `hadamard`: elements that are transformed together, a power of two, 0 for none; `rotary_dim`: how many elements are turned;
     `has_wide_table`: cos and sin are float32, else of the dtype; `has_offsets`: positions start at a number of each sequence;
     `is_transposed`: codes are written as V^T. `strip`: elements of a thread; `ctas_per_sm`: CTAs that an SM is to hold;
-    `by_warp`: each warp loads, computes and stores rows of its own, and meets the others only for the scale.
+    `by_warp`: each warp loads, computes and stores rows of its own, and meets the others only for the scale. It pays at head dim
+    256, not below (16k rows of 2048 bf16, by warp and by CTA, in us of an H200: d = 64 34.1 and 33.3, d = 128 33.4 and 32.4,
+    d = 256 39.6 and 40.7; 2026-11).
     """
 
     dtype: DType
@@ -57,6 +59,7 @@ class QuantizePlan:
     strip: int
     ctas_per_sm: int
     by_warp: bool
+    without: tuple[str, ...] = ()
 
     kind = "quantize"
 
@@ -76,6 +79,25 @@ class QuantizePlan:
         return max(1, stages_for(self.ctas_per_sm, self.block_bytes))
 
     @property
+    def exchanges(self) -> bool:
+        """Whether two lanes that share a Hadamard block end with half of the columns of both strips, else with a strip each."""
+        if "exchange" in self.without:
+            return False
+        return self.strip == LONG_STRIP and self.hadamard > self.strip and self.purpose != "transform"
+
+    @property
+    def loads_late(self) -> bool:
+        """Whether the next block's load is started between reading and transforming one, which hides its arithmetic; there must
+        be registers for both."""
+        return "late" not in self.without and self.exchanges and self.stages > 1 and not self.is_ragged
+
+    @property
+    def result_period(self) -> int:
+        """Chunks of the result, in rows, that are swizzled the same way: what a thread, or two that exchange, have of it."""
+        out_bytes = self.dtype.itemsize if self.purpose == "transform" else 1
+        return self.strip * out_bytes // CHUNK_BYTES * (2 if self.exchanges else 1)
+
+    @property
     def name(self) -> str:
         """Readable and unique among these plans."""
         parts = [
@@ -93,6 +115,7 @@ class QuantizePlan:
             "used" if self.has_seqused else "",
             f"s{self.strip}x{self.ctas_per_sm}",
             "warps" if self.by_warp else "",
+            *(f"no{what}" for what in self.without),
         ]
         return "_".join(part for part in parts if part)
 
@@ -131,7 +154,7 @@ def plan_quantize(
         registers = CODE_REGISTERS if purpose == "reorder" else STRIP_REGISTERS[strip]
         ctas = ctas_for(registers * threads_of(head_dim, strip), block_bytes(head_dim, dtype))
     if by_warp is None:
-        by_warp = not is_transposed and may_be_by_warp(head_dim, dtype, ctas)
+        by_warp = not is_transposed and head_dim > LONG_STRIP and may_be_by_warp(head_dim, dtype, ctas)
     return QuantizePlan(dtype, head_dim, purpose, strip=strip, ctas_per_sm=ctas, by_warp=by_warp, **what)
 
 

@@ -20,7 +20,7 @@ from flash_hopper.device.dsl import (
     make_fake_tensor,
 )
 from flash_hopper.device.ptx import copy_async_16
-from flash_hopper.geometry.arith import maximum
+from flash_hopper.geometry.arith import maximum, minimum
 from flash_hopper.geometry.strips import BLOCK_ROWS, CHUNK_BYTES, swizzled_pass, transposed_chunk
 from flash_hopper.kernels.quantize.args import BLOCK_INTS, Block, LengthArgs, RotaryArgs, ScaleArgs
 from flash_hopper.kernels.quantize.blocks import make_blocks
@@ -140,11 +140,17 @@ class QuantizeKernel:
                 self.meet()
                 free = stage + stages - 1 if stage == 0 else stage - 1
                 ahead = number + (stages - 1) * step
-                self.load(mX, sX, sBlocks, lengths, window, ahead, columns, total, free, thread)
+                if const_expr(not plan.loads_late):
+                    self.load(mX, sX, sBlocks, lengths, window, ahead, columns, total, free, thread)
             team, _ = self.place_of(thread)
             block = Block(*(sBlocks[i, team, stage] for i in range(BLOCK_INTS)))
             sStage, sTops = sX[None, None, stage], sMaxima[None, stage]
-            if const_expr(self.plan.is_ragged and not self.plan.is_transposed):
+            if const_expr(plan.loads_late):
+                values = self.strips.registers()
+                self.strips.read_pieces(sStage, values, block, sSigns, rotary, anew(thread, block.written))
+                self.load(mX, sX, sBlocks, lengths, window, ahead, columns, total, free, thread)
+                self.finish(mOut, sStage, values, sTops, scales, factor, block, thread)
+            elif const_expr(self.plan.is_ragged and not self.plan.is_transposed):
                 if block.written > 0:
                     self.compute(mOut, sStage, sTops, scales, sSigns, rotary, factor, block, thread)
                 else:
@@ -173,24 +179,41 @@ class QuantizeKernel:
     ) -> None:  # fmt: skip
         """Start loading a block, if there is one of that number, and say where it lies. Rows that do not count become zeros."""
         thread = anew(thread, number)
-        if number < total:
-            block = self.blocks.block(number, columns, mX, lengths, window)
-            team, member = self.place_of(thread)
-            if member == 0:
-                for i in cutlass.range_constexpr(BLOCK_INTS):
-                    sBlocks[i, team, stage] = block[i]
-            column, rows_per_pass = member % self.row_chunks, self.team // self.row_chunks
-            row = team * (BLOCK_ROWS // self.teams) + member // self.row_chunks
-            passes = self.plan.strip // self.vector
-            gX = mX[block.entry, None, block.head, None]
-            rows = passes, rows_per_pass, self.strips.is_tight
-            sources = chunks_of_rows(gX, block.row + row, column, self.vector, *rows)
-            for i in cutlass.range_constexpr(passes):
-                chunk = team * (self.team * passes) + swizzled_pass(member, i, self.team, passes)
-                place = sX[None, chunk, stage]
-                size = cutlass.select_(row + i * rows_per_pass < block.used, Int32(CHUNK_BYTES), Int32(0))
-                copy_async_16(place.iterator, sources[i].iterator, size)
+        if const_expr(self.plan.loads_late):  # without a branch, so that what follows is computed beside it
+            self.start(
+                mX, sX, sBlocks, lengths, window, minimum(number, total - 1), number < total, columns, stage, thread
+            )
+        elif number < total:
+            self.start(mX, sX, sBlocks, lengths, window, number, True, columns, stage, thread)
         cute.arch.cp_async_commit_group()
+
+    def start(
+        self, mX: cute.Tensor, sX: cute.Tensor, sBlocks: cute.Tensor, lengths: LengthArgs | None, window: cute.Tensor | None,
+        number: Int32, exists: Any, columns: Int32, stage: Int32, thread: Int32,
+    ) -> None:  # fmt: skip
+        """The loads of a block; zeros if it does not exist."""
+        block = self.blocks.block(number, columns, mX, lengths, window)
+        used = block.used if exists is True else cutlass.select_(exists, block.used, Int32(0))
+        team, member = self.place_of(thread)
+        self.note(block, sBlocks, team, member, stage)
+        column, rows_per_pass = member % self.row_chunks, self.team // self.row_chunks
+        row = team * (BLOCK_ROWS // self.teams) + member // self.row_chunks
+        passes = self.plan.strip // self.vector
+        gX = mX[block.entry, None, block.head, None]
+        rows = passes, rows_per_pass, self.strips.is_tight
+        sources = chunks_of_rows(gX, block.row + row, column, self.vector, *rows)
+        for i in range(passes):
+            chunk = team * (self.team * passes) + swizzled_pass(member, i, self.team, passes)
+            place = sX[None, chunk, stage]
+            size = cutlass.select_(row + i * rows_per_pass < used, Int32(CHUNK_BYTES), Int32(0))
+            copy_async_16(place.iterator, sources[i].iterator, size)
+
+    @cute.jit
+    def note(self, block: Block, sBlocks: cute.Tensor, team: Any, member: Int32, stage: Int32) -> None:
+        """Where the block lies, for its team."""
+        if member == 0:
+            for i in cutlass.range_constexpr(BLOCK_INTS):
+                sBlocks[i, team, stage] = block[i]
 
     @cute.jit
     def compute(
@@ -198,12 +221,21 @@ class QuantizeKernel:
         rotary: RotaryArgs | None, factor: Float32, block: Block, thread: Int32,
     ) -> None:  # fmt: skip
         """A block that lies in sX (vector, chunks)."""
+        values = self.strips.registers()
+        self.strips.read_pieces(sX, values, block, sSigns, rotary, anew(thread, block.written))
+        self.finish(mOut, sX, values, sMaxima, scales, factor, block, thread)
+
+    @cute.jit
+    def finish(
+        self, mOut: cute.Tensor, sX: cute.Tensor, values: cute.Tensor, sMaxima: cute.Tensor, scales: ScaleArgs, factor: Float32,
+        block: Block, thread: Int32,
+    ) -> None:  # fmt: skip
+        """The same from where the values are read."""
         purpose = self.plan.purpose
         thread = anew(thread, block.written)
-        values = self.strips.registers()
-        self.strips.read(sX, values, block, sSigns, rotary, thread)
+        tops = self.strips.transform(values, thread)
         if const_expr(purpose in ("block", "absmax")):
-            self.post_largest(values, sMaxima, thread)
+            self.post_largest(values if tops is None else tops, sMaxima, thread)
             cute.arch.barrier()
         else:
             self.meet()
@@ -241,7 +273,7 @@ class QuantizeKernel:
     def post_largest(self, values: cute.Tensor, sMaxima: cute.Tensor, thread: Int32) -> None:
         """The largest magnitude of a warp's values to shared memory. NaNs do not count."""
         tops = [Float32(0.0)] * 4
-        for i in range(self.plan.strip):
+        for i in range(cute.size(values)):
             tops[i % 4] = cute.arch.fmax(tops[i % 4], cute.math.absf(values[i]))
         top = cute.arch.fmax(cute.arch.fmax(tops[0], tops[1]), cute.arch.fmax(tops[2], tops[3]))
         top = cute.arch.warp_reduction(top, cute.arch.fmax, threads_in_group=WARP)
@@ -307,7 +339,7 @@ class QuantizeKernel:
                 if const_expr(self.plan.is_transposed):
                     place = transposed_chunk(row + (first + i) * rows_per_pass, column)
                 else:
-                    place = swizzled_pass(member, first + i, self.team, passes)
+                    place = swizzled_pass(member, first + i, self.team, self.plan.result_period)
                 cute.autovec_copy(sOut[None, place], pieces[None, i])
             for i in cutlass.range_constexpr(group):
                 at = row + (first + i) * rows_per_pass

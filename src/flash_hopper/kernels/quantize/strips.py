@@ -7,6 +7,10 @@ Layouts: `geometry/strips.py`.
 The Hadamard transform of n = 2^k neighbours, H[i][j] = (-1)^popcount(i & j), is k steps of sums and differences. Those between
 elements of a strip are a thread's own; if n is 2 or 4 strips one or two follow between lanes. The input is multiplied by 1 / n
 first, so that no sum overflows; what is missing then is in the factor that the kernel is given.
+
+Two lanes with long strips x and y exchange halves (`QuantizePlan.exchanges`): one gives the upper half of x and gets the lower
+one of y, so that each has sums and differences of half of the columns. That takes half as many shuffles as giving everything,
+and as max(|a + b|, |a - b|) = |a| + |b|, rounded the same way, half as many maxima.
 """
 
 from typing import Any
@@ -23,6 +27,7 @@ from flash_hopper.geometry.strips import (
     code_key,
     code_place,
     code_word,
+    exchanged_chunk,
     swizzled,
     transpose_place,
     transposed_word,
@@ -76,11 +81,11 @@ class RowStrips:
             sSigns[thread] = word
 
     @cute.jit
-    def read(
+    def read_pieces(
         self, sX: cute.Tensor, values: cute.Tensor, block: Block, sSigns: cute.Tensor | None, rotary: RotaryArgs | None,
         thread: Int32,
     ) -> None:  # fmt: skip
-        """values (strip,) float32: the strip of a stage sX (vector, chunks), turned and transformed."""
+        """values (strip,) float32: the strip of a stage sX (vector, chunks), turned and with its signs."""
         plan = self.plan
         group = self.pieces_at_once
         for first in cutlass.range_constexpr(0, plan.strip // COLUMNS, group):
@@ -94,8 +99,6 @@ class RowStrips:
                 if const_expr(group == 1 and first > 0):
                     own = after(thread, values[first * COLUMNS - 1])
                 self.read_piece(sX, piece, block, rotary, angles[j], sSigns, own, first + j)
-        if const_expr(plan.hadamard > 1):
-            self.transform(values, thread)
 
     @cute.jit
     def read_piece(
@@ -197,26 +200,62 @@ class RowStrips:
             own[i] = own[i] * cos[i] + sign * (partner[i] * sin[i])
 
     @cute.jit
-    def transform(self, values: cute.Tensor, thread: Int32) -> None:
-        """Hadamard transform / n of each n values."""
+    def transform(self, values: cute.Tensor, thread: Int32) -> cute.Tensor | None:
+        """Hadamard transform / n of each n values; with an exchange, the lane's half of the columns of both strips.
+
+        Returns some magnitudes, whose largest is that of the values, if they are known.
+        """
+        tops = None
+        if const_expr(self.plan.hadamard > 1):
+            tops = self.transform_blocks(values, thread)
+        return tops
+
+    @cute.jit
+    def transform_blocks(self, values: cute.Tensor, thread: Int32) -> cute.Tensor | None:
+        """The same where there is a transform."""
         size, strip = self.plan.hadamard, self.plan.strip
         for i in cutlass.range_constexpr(0, strip, 2):
             a, b = values[i], values[i + 1] * (1.0 / size)
             values[i] = cute.math.fma(a, Float32(1.0 / size), b)
             values[i + 1] = cute.math.fma(a, Float32(1.0 / size), -b)
+        sign = Float32(1 - thread % 2 * 2)
         for step in (2, 4, 8, 16, 32, 64):
             if const_expr(step < min(size, strip)):
                 for i in cutlass.range_constexpr(strip):
                     if const_expr(i & step == 0):
                         a, b = values[i], values[i + step]
-                        values[i] = a + b
-                        values[i + step] = a - b
-        for lanes in (1, 2):
-            if const_expr(lanes * strip < size):
-                sign = Float32(1 - thread // lanes % 2 * 2)
-                for i in cutlass.range_constexpr(strip):
-                    other = cute.arch.shuffle_sync_bfly(values[i], offset=lanes)
-                    values[i] = cute.math.fma(values[i], sign, other)
+                        if const_expr(
+                            self.plan.exchanges and 2 * step == strip
+                        ):  # in the upper lane they change places
+                            values[i], values[i + step] = cute.math.fma(b, sign, a), cute.math.fma(b, -sign, a)
+                        else:
+                            values[i], values[i + step] = a + b, a - b
+        tops = None
+        if const_expr(self.plan.exchanges):
+            tops = self.exchange(values, sign)
+        else:
+            for lanes in (1, 2):
+                if const_expr(lanes * strip < size):
+                    sign = Float32(1 - thread // lanes % 2 * 2)
+                    for i in cutlass.range_constexpr(strip):
+                        other = cute.arch.shuffle_sync_bfly(values[i], offset=lanes)
+                        values[i] = cute.math.fma(values[i], sign, other)
+        return tops
+
+    def exchange(self, values: cute.Tensor, sign: Float32) -> cute.Tensor:
+        """The last step: sums and differences of the values that stay, in the first half, and those that come for the second half.
+
+        sign: -1 in the upper lane, whose own values are the subtrahends. Returns 4 magnitudes.
+        """
+        half = self.plan.strip // 2
+        tops = cute.make_rmem_tensor(4, Float32)
+        tops.fill(0.0)
+        for i in range(half):
+            own, other = values[i], cute.arch.shuffle_sync_bfly(values[i + half], offset=1)
+            tops[i % 4] = cute.arch.fmax(tops[i % 4], cute.math.absf(own) + cute.math.absf(other))
+            values[i] = own + other
+            values[i + half] = cute.math.fma(own, sign, -sign * other)
+        return tops
 
     @cute.jit
     def write(self, sOut: cute.Tensor, values: cute.Tensor, factor: Float32, thread: Int32) -> None:
@@ -228,8 +267,15 @@ class RowStrips:
                 scaled[i] = values[j * vector + i] * factor
             codes = cute.make_rmem_tensor(vector, sOut.element_type)
             codes.store(scaled.load().to(sOut.element_type))
-            per_strip = self.plan.strip // vector
-            cute.autovec_copy(codes, sOut[None, swizzled(thread * per_strip + j, per_strip)])
+            place = swizzled(self.result_chunk(thread, j, vector), self.plan.result_period)
+            cute.autovec_copy(codes, sOut[None, place])
+
+    def result_chunk(self, thread: Int32, j: int, vector: int) -> Int32:
+        """Where in the team's result the j-th chunk of a thread belongs."""
+        per_strip = self.plan.strip // vector
+        if self.plan.exchanges:
+            return exchanged_chunk(thread, j, per_strip)
+        return thread * per_strip + j
 
 
 class KeyStrips:
@@ -246,7 +292,7 @@ class KeyStrips:
         return cute.make_rmem_tensor(STRIP, Float32)
 
     @cute.jit
-    def read(
+    def read_pieces(
         self, sX: cute.Tensor, values: cute.Tensor, block: Block, sSigns: None, rotary: None, thread: Int32
     ) -> None:
         """values (64,) float32: 8 elements of each key, key after key."""
@@ -256,6 +302,9 @@ class KeyStrips:
             found = widened(packed_piece(sX, key * (self.plan.head_dim // COLUMNS) + place.column, self.chunks))
             for i in cutlass.range_constexpr(COLUMNS):
                 values[k * COLUMNS + i] = found[i]
+
+    def transform(self, values: cute.Tensor, thread: Int32) -> None:
+        """Nothing is transformed."""
 
     @cute.jit
     def write(self, sOut: cute.Tensor, values: cute.Tensor, factor: Float32, thread: Int32) -> None:
@@ -286,7 +335,7 @@ class CodeStrips:
         return cute.make_rmem_tensor(CODE_COLUMNS, Int32)
 
     @cute.jit
-    def read(
+    def read_pieces(
         self, sX: cute.Tensor, words: cute.Tensor, block: Block, sSigns: None, rotary: None, thread: Int32
     ) -> None:
         """words (16,): the codes of 4 keys for each column."""
@@ -302,6 +351,9 @@ class CodeStrips:
                 low, high = cute.arch.prmt(a, b, pairs), cute.arch.prmt(c, d, pairs)
                 words[4 * i + j] = cute.arch.prmt(low, high, LOW_HALVES)
                 words[4 * i + j + 1] = cute.arch.prmt(low, high, HIGH_HALVES)
+
+    def transform(self, values: cute.Tensor, thread: Int32) -> None:
+        """Nothing is transformed."""
 
     @cute.jit
     def write(self, sOut: cute.Tensor, words: cute.Tensor, factor: Float32, thread: Int32) -> None:
