@@ -59,7 +59,6 @@ class QuantizePlan:
     strip: int
     ctas_per_sm: int
     by_warp: bool
-    without: tuple[str, ...] = ()
 
     kind = "quantize"
 
@@ -81,15 +80,13 @@ class QuantizePlan:
     @property
     def exchanges(self) -> bool:
         """Whether two lanes that share a Hadamard block end with half of the columns of both strips, else with a strip each."""
-        if "exchange" in self.without:
-            return False
         return self.strip == LONG_STRIP and self.hadamard > self.strip and self.purpose != "transform"
 
     @property
     def loads_late(self) -> bool:
         """Whether the next block's load is started between reading and transforming one, which hides its arithmetic; there must
         be registers for both."""
-        return "late" not in self.without and self.exchanges and self.stages > 1 and not self.is_ragged
+        return self.exchanges and self.stages > 1 and not self.is_ragged
 
     @property
     def result_period(self) -> int:
@@ -115,7 +112,6 @@ class QuantizePlan:
             "used" if self.has_seqused else "",
             f"s{self.strip}x{self.ctas_per_sm}",
             "warps" if self.by_warp else "",
-            *(f"no{what}" for what in self.without),
         ]
         return "_".join(part for part in parts if part)
 
