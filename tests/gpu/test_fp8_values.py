@@ -12,6 +12,8 @@ from fp8_tensors import Coded, check, check_lse, coded, oracle, values_of
 
 import flash_hopper
 from flash_hopper.problem.mask import Mask
+from flash_hopper.testing.fp8_cases import fp8_case
+from flash_hopper.testing.run import run_case
 
 FORMS = ("none", "one", "head", "block")
 EVEN = 0.005  # of weights that are all the same, and values of one sign
@@ -330,6 +332,25 @@ def test_calls_with_rows_behind_each_other_have_memory_of_their_own(device):
     for _ in range(20):
         outs = [flash_hopper.flash_attn_func(q.codes, k.codes, v.codes) for q, k, v in calls]
         assert all(torch.equal(out, want) for out, want in zip(outs, wants, strict=True))
+
+
+REPEATED = [
+    fp8_case(64, (1000, 1100), batch=4, heads=(8, 8), return_lse=False),
+    fp8_case(64, (4300, 4300), "causal", heads=(8, 2)),
+    fp8_case(64, (8500, 8500), "causal", heads=(2, 2), descales="111"),
+    fp8_case(128, (1300, 1900), batch=2, heads=(16, 4)),
+    fp8_case(128, (2500, 2500), "causal", heads=(16, 4), descales="hhh", v_form="rows"),
+    fp8_case(256, (1100, 1000), "causal", batch=2, heads=(8, 2)),
+    fp8_case(
+        128, (700, 900), left=100, right=30, batch=9, heads=(8, 2), packed="qk", lengths_q="random", lengths_k="random"
+    ),
+]
+
+
+@pytest.mark.parametrize("case", REPEATED, ids=str)
+def test_a_thousand_calls_give_the_same_bits(case, device):
+    result = run_case(case, device, repeat=1000)
+    assert result.passed, result.message
 
 
 def test_what_comes_later_is_refused_by_name(device):
