@@ -124,6 +124,23 @@ def test_weights_that_all_round_the_same_way_do_not_change_the_mean(d, device):
     check(out, want, EVEN)
 
 
+@pytest.mark.parametrize("form", ["one", "block"])
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_a_reference_that_is_high_enough_stays_while_those_of_other_rows_move(d, form, device):
+    """Odd rows grow by four powers of two with each block; even rows have the same score for all keys, of which none may be lost."""
+    rows, blocks, step = 128, 32, 8.0
+    q, k = torch.zeros(1, rows, 1, d, device=device), torch.zeros(1, 128 * blocks, 1, d, device=device)
+    q[0, ::2, 0, 0] = torch.linspace(0.5, 40.0, rows // 2, device=device)
+    q[0, 1::2, 0, 1] = step
+    k[..., 0] = 1.75
+    k[0, :, 0, 1] = step * (blocks - 1 - torch.arange(128 * blocks, device=device) // 128)
+    v = normal(1, 128 * blocks, 1, d).abs() + 0.5
+    scale = 4.0 / (step * step * 1.4427)
+    out, lse, want = attend(*(coded(x, form) for x in (q, k, v)), softmax_scale=scale)
+    check(out, want, NORM)
+    check_lse(lse, want)
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_one_key_that_outweighs_all_others(form, device):
     q, k, v = normal(1, 256, 1, 128), normal(1, 1024, 1, 128, seed=1), normal(1, 1024, 1, 128, seed=2)

@@ -15,6 +15,7 @@ from flash_hopper.geometry.fp8 import LAG_LOG2, REFERENCE_LOG2
 
 # The reference of a row without keys: so low that a finite score is above it, and a finite number, so that nothing is NaN.
 NO_KEYS = -(2.0**100)
+ROUNDING = 2.0**-21  # more than the relative error of a product of a reference with a factor and with its approximate reciprocal
 
 
 class E4m3State(NamedTuple):
@@ -66,7 +67,9 @@ def move_reference(
                 top_0, top_1 = row_maximum(rows, 0, -Float32.inf), row_maximum(rows, 1, -Float32.inf)
             for r in cutlass.range_constexpr(2):
                 top = quad_reduce(top_0 if r == 0 else top_1, cute.arch.fmax) * factor
-                moved = cutlass.select_(top > reference[r], top + LAG_LOG2, reference[r])
+                # raw * factor may round to more than the reference, which must not move by itself
+                limit = cute.math.fma(cute.math.absf(reference[r]), Float32(ROUNDING), reference[r])
+                moved = cutlass.select_(top > limit, top + LAG_LOG2, reference[r])
                 following[r] = cute.math.exp2(reference[r] - moved, fastmath=True)
                 reference[r] = moved
     return moves
