@@ -48,7 +48,7 @@ class Streams:
         monkeypatch.setattr(torch, "zeros", lambda *sizes, device=None, **options: zeros(*sizes, **options))
         monkeypatch.setattr(device, "_lasting", lasting)
         monkeypatch.setattr(device, "_tables", device._Tables())
-        monkeypatch.setattr(device, "_counters", {})
+        monkeypatch.setattr(device, "_kept", {})
 
 
 @pytest.fixture

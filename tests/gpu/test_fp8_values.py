@@ -341,6 +341,22 @@ def test_a_captured_call_reorders_the_rows_that_there_are_at_replay(device):
     assert torch.equal(out, want)
 
 
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_a_captured_causal_call_without_descales_gives_what_an_eager_one_gives(d, device):
+    """The scheduler's counter and the descale that stands for none are both allocated in the capture."""
+    q, k, v = inputs(2, 500, 700, 4, 2, d)
+    values = values_of(v)
+    want = flash_hopper.flash_attn_func(q.codes, k.codes, values, causal=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = flash_hopper.flash_attn_func(q.codes, k.codes, values, causal=True)
+    for _ in range(2):
+        out.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(out, want)
+
+
 def test_calls_with_rows_behind_each_other_have_memory_of_their_own(device):
     """Each call's workspace goes back to the allocator while the call runs."""
     calls = [inputs(2, 256, 1024, 8, 4, 128, seed=3 * i) for i in range(4)]

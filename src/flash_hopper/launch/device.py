@@ -1,7 +1,7 @@
 """What a launch needs of a CUDA device: facts, asked once a process, and memory that is kept from one launch to the next."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import NamedTuple
@@ -33,36 +33,40 @@ def device_facts(index: int) -> DeviceFacts:
     return DeviceFacts(properties.name, properties.multi_processor_count)
 
 
-_counters: dict[tuple[int, int], torch.Tensor] = {}
+_kept: dict[tuple[Hashable, int, int], torch.Tensor] = {}
+
+
+def kept(name: Hashable, index: int, make: Callable[[int], torch.Tensor]) -> torch.Tensor:
+    """What `make(index)` allocates and fills, made once for the current stream of GPU `index`, on which all that use it follow.
+
+    A CUDA graph may be replayed on any stream, so a call that is being captured gets one of its own, made anew by the graph. The
+    caller holds it until its last launch is recorded: what is let go before is memory for the next allocation of the capture.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return make(index)
+    key = (name, index, torch._C._cuda_getCurrentRawStream(index))
+    found = _kept.get(key)
+    if found is None:
+        found = _kept[key] = _lasting(index, lambda: make(index))
+    return found
 
 
 def tile_counter(index: int) -> torch.Tensor:
-    """The (1,) int32 counter of the dynamic scheduler for the current stream of GPU `index`; zero between launches.
-
-    Launches on one stream run one after the other, so they may share it. A CUDA graph may be replayed on any stream, so
-    a launch that is being captured gets a counter of its own, cleared by the graph.
-    """
-    if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(1, dtype=torch.int32, device=f"cuda:{index}")
-    key = (index, torch._C._cuda_getCurrentRawStream(index))
-    counter = _counters.get(key)
-    if counter is None:
-        counter = _counters[key] = _lasting(index, lambda: torch.zeros(1, dtype=torch.int32, device=f"cuda:{index}"))
-    return counter
-
-
-_units: dict[tuple[int, int], torch.Tensor] = {}
+    """The (1,) int32 counter of the dynamic scheduler; zero between launches, which run one after the other on a stream. As `kept`."""
+    return kept("tile counter", index, _zero)
 
 
 def unit_descale(index: int) -> torch.Tensor:
-    """A (1,) float32 that is 1, for the current stream of GPU `index`; a call that is being captured gets one of its own."""
-    if torch.cuda.is_current_stream_capturing():
-        return torch.ones(1, device=f"cuda:{index}")
-    key = (index, torch._C._cuda_getCurrentRawStream(index))
-    unit = _units.get(key)
-    if unit is None:
-        unit = _units[key] = _lasting(index, lambda: torch.ones(1, device=f"cuda:{index}"))
-    return unit
+    """A (1,) float32 that is 1. As `kept`."""
+    return kept("unit descale", index, _one)
+
+
+def _zero(index: int) -> torch.Tensor:
+    return torch.zeros(1, dtype=torch.int32, device=f"cuda:{index}")
+
+
+def _one(index: int) -> torch.Tensor:
+    return torch.ones(1, device=f"cuda:{index}")
 
 
 class _Tables(threading.local):

@@ -135,8 +135,10 @@ class PreparedFp8:
         """Tensors that the kernel's views can address, to one call into the compiled library."""
         assert self.kernel is not None
         index, launch = self.device.index, self.ragged
+        # held until the launch: in a capture the counter would get its memory
+        unit = unit_descale(index) if any(t is None for t in descales) else None
         of_scores_q, of_scores_k, of_values = (
-            ((unit_descale(index) if t is None else t).data_ptr(), *places)
+            ((unit if t is None else t).data_ptr(), *places)  # type: ignore[union-attr]
             for t, places in zip(descales, self.places, strict=True)
         )
         factors = (of_scores_q, of_scores_k, of_values, self.problem.batch)

@@ -7,7 +7,6 @@ later ones find it in a dictionary. Lengths, offsets and signs on a GPU are neve
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from flash_hopper.compile.store import get_kernel
 from flash_hopper.geometry.strips import hadamard_block
-from flash_hopper.launch.device import device_facts
+from flash_hopper.launch.device import device_facts, kept
 from flash_hopper.launch.tensors import addressable, describe
 from flash_hopper.plan.quantize import Purpose, QuantizePlan, plan_quantize
 from flash_hopper.problem.dtypes import DType
@@ -127,15 +126,12 @@ def hadamard_signs(head_dim: int, seed: int, device: torch.device) -> Tensor:
 
 
 def default_signs(head_dim: int, device: torch.device) -> Tensor:
-    """Those of seed 0, kept; made anew while a CUDA graph is captured, whose memory is the graph's."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    """Those of seed 0; a GPU's are kept (`device.kept`)."""
+    if device.type != "cuda":
         return hadamard_signs(head_dim, 0, device)
-    return _kept_signs(head_dim, device)
-
-
-@lru_cache(maxsize=256)
-def _kept_signs(head_dim: int, device: torch.device) -> Tensor:
-    return hadamard_signs(head_dim, 0, device)
+    return kept(
+        ("signs", head_dim), device.index, lambda index: hadamard_signs(head_dim, 0, torch.device("cuda", index))
+    )
 
 
 def plans_of(p: QuantizeProblem) -> tuple[QuantizePlan, ...]:

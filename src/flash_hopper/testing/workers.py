@@ -1,7 +1,6 @@
 """Run cases one after the other or in several processes: `results`, called by `cli/verify.py`.
 
-Most of a case's time is the host's: float64 attention of many small pieces, and Python between them. Processes share the GPU, which runs
-the kernels of one at a time.
+Several are for the CPU. On a GPU, whose time processes share in slices, they wait for each other.
 """
 
 import multiprocessing
