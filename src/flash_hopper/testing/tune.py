@@ -21,14 +21,13 @@ from flash_hopper.plan.forward import ForwardPlan, choice_of
 from flash_hopper.plan.own_tiles import OwnRow
 from flash_hopper.problem.attention import AttentionOptions
 from flash_hopper.problem.dtypes import KERNEL_DTYPES, DType
-from flash_hopper.problem.errors import ArgumentError, CompileError, MissingDependencyError
+from flash_hopper.problem.errors import ArgumentError, CompileError, DeviceError, MissingDependencyError
 from flash_hopper.testing.bench_check import WrongResult
 from flash_hopper.testing.bench_suites import PAPER_HIDDEN, PAPER_TOKENS, BenchShape
 from flash_hopper.testing.compare import Target, compare, expect
-from flash_hopper.testing.provider_base import Inputs, make_inputs
+from flash_hopper.testing.provider_base import Inputs, first_line, make_inputs
 from flash_hopper.testing.timing import PAUSE_S, ROUNDS, ROUNDS_PER_GROUP, Call, Queue, burst
 
-MOST = 64
 FIRST_LAUNCHES = 3  # of each candidate, before the best are measured again
 TOGETHER = 12  # candidates that are measured in turn with the tables' plan in the first round
 FINALISTS = 8
@@ -139,12 +138,13 @@ class Tuning:
     def check(self, call_of: CallOf, progress: Progress) -> None:
         """Make the call of each candidate; one that is wrong is left out. Raises CompileError if the tables' plan is wrong."""
         waiting = [plan for plan in self.plans if plan not in self.errors]
-        for done, plan in enumerate(waiting, 1):
+        for done, plan in enumerate(waiting):
+            progress(plan.name, done, len(waiting))  # before it runs: one that hangs is seen by its name
             try:
                 self._calls[plan] = call_of(plan)
             except WrongResult as wrong:
                 self.leave_out({plan: f"wrong: {wrong}"})
-            progress(plan.name, done, len(waiting))
+        progress("", len(waiting), len(waiting))
 
     def measure(self, queue: Queue, progress: Progress, *, rounds: int = ROUNDS, pause_s: float = PAUSE_S) -> None:
         """Few launches of all that passed the check, then `rounds` of the best of them, in turn with the tables' plan."""
@@ -206,13 +206,17 @@ class PlanCalls:
         self._sequences = None if offsets is None else sequences_of(offsets, offsets, None, None, longest, longest)
 
     def __call__(self, plan: ForwardPlan) -> Call:
-        """The call, which writes into one out. Raises WrongResult, and the errors of the compile layer."""
+        """The call, which writes into one out. Raises WrongResult, the errors of the compile layer, and DeviceError if the kernel fails,
+        after which the process can use the GPU no more."""
         given, out, sequences = self._inputs, self._inputs.out, self._sequences
         q, k, v = given.q, given.k, given.v
         prepared = prepare(q, k, v, self._options, out, sequences, plan)
         out.fill_(torch.nan)
-        prepared.run(q, k, v, out, sequences)
-        comparison = compare("out", out, *self._target)
+        try:
+            prepared.run(q, k, v, out, sequences)
+            comparison = compare("out", out, *self._target)
+        except RuntimeError as error:
+            raise DeviceError(f"{plan.name} failed on the GPU: {first_line(error)}") from error
         if not comparison.passed:
             raise WrongResult(comparison.message)
         return lambda: prepared.run(q, k, v, out, sequences)
