@@ -10,13 +10,10 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flash_hopper.problem.errors import ArgumentError
 from flash_hopper.testing.bench_suites import dims_label, length_label
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
 OURS, DETERMINISTIC = "ours", "ours-det"
 # never a peer
@@ -200,8 +197,8 @@ def summarise(rows: Sequence[BenchRow]) -> list[Summary]:
     return summaries
 
 
-def write_rows(path: Path, env: dict[str, Any], rows: "Sequence[DataclassInstance]") -> None:
-    """Store rows, those of `bench` or of `tune`, as JSON; the file is complete or absent at any moment."""
+def write_rows(path: Path, env: dict[str, Any], rows: Sequence[Any]) -> None:
+    """Store rows, dataclasses of `bench` or `tune`, as JSON; the file is complete or absent at any moment."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(path.suffix + ".part")
     lines = ",\n".join("  " + json.dumps(asdict(row)) for row in rows)
