@@ -12,9 +12,11 @@ from typer.testing import CliRunner
 
 from flash_hopper.cli import tune as command
 from flash_hopper.cli.main import app
+from flash_hopper.launch import forward
 from flash_hopper.plan import own_tiles
 from flash_hopper.plan.candidates import candidates
 from flash_hopper.plan.forward import plan_forward
+from flash_hopper.problem.attention import AttentionOptions
 from flash_hopper.problem.errors import ArgumentError, CompileError, DeviceError, FlashHopperError
 from flash_hopper.reference import naive
 from flash_hopper.testing import tune
@@ -418,3 +420,12 @@ def test_a_pack_holds_every_candidate_that_compiles_and_needs_no_gpu(monkeypatch
     assert where == out and set(plans) == {*wanted, *map(with_lse, wanted)}
     assert "19 candidates, 1 left out by the compiler" in shown
     assert f"FLASH_HOPPER_PACK={out}" in shown.replace("\n", "")
+
+
+def test_a_call_on_a_gpu_asks_for_the_rows_of_that_gpu(kernels, monkeypatch):
+    asked = []
+    monkeypatch.setattr("flash_hopper.launch.forward.plan_forward", lambda problem, gpu: asked.append(gpu) or PLANS[0])
+    q = torch.zeros(1, 8, 1, 16, dtype=torch.bfloat16)
+    forward.prepare(q, q, q, AttentionOptions(), None)
+    forward.prepare(q, q, q, AttentionOptions(), None, None, PLANS[1])
+    assert asked == ["stand-in"]
