@@ -285,7 +285,7 @@ def rows_of(shape: BenchShape, tuning: Tuning) -> list[TuneRow]:
     rest = [plan for plan in tuning.plans if plan not in known]
     return [
         *(row(measured.plan, measured, None) for measured in results),
-        *(row(plan, None, tuning.errors.get(plan, "not measured: interrupted")) for plan in rest),
+        *(row(plan, None, tuning.errors.get(plan, "not measured")) for plan in rest),
     ]
 
 
