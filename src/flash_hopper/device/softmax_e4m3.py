@@ -15,7 +15,8 @@ from flash_hopper.geometry.fp8 import LAG_LOG2, REFERENCE_LOG2
 
 # The reference of a row without keys: so low that a finite score is above it, and a finite number, so that nothing is NaN.
 NO_KEYS = -(2.0**100)
-ROUNDING = 2.0**-21  # more than the relative error of a product of a reference with a factor and with its approximate reciprocal
+# More than the relative error of a reference that is multiplied with a factor's approximate reciprocal, and with the factor.
+ROUNDING = 2.0**-21
 
 
 class E4m3State(NamedTuple):
