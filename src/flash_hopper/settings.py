@@ -4,6 +4,7 @@
 |---|---|---|
 | `FLASH_HOPPER_CACHE` | folder of compiled kernels, or `off` to keep none on disk | `flash-hopper` in the user cache folder |
 | `FLASH_HOPPER_PACK` | ready-made packs to serve kernels from, separated as in `PATH` | none |
+| `FLASH_HOPPER_TILES` | a file of forward tiles of your own, as `flash-hopper tune` writes it | none |
 | `XDG_CACHE_HOME` | the user cache folder | `~/.cache` |
 | `CC` | C compiler that links compiled kernels; `none` (or what does not exist) leaves it to the DSL's loader | `cc`, `gcc` or `clang` on the path |
 | `CUDA_HOME`, `CUDA_PATH` | CUDA toolkit with the CUDA runtime to link and with cuobjdump and nvdisasm | `/usr/local/cuda` |
@@ -17,6 +18,7 @@ from pathlib import Path
 
 CACHE = "FLASH_HOPPER_CACHE"
 PACK = "FLASH_HOPPER_PACK"
+TILES = "FLASH_HOPPER_TILES"
 
 # Settings of the DSL that change the code it generates. Its target (CUTE_DSL_ARCH) is not among them: we always pass it.
 _DSL_CODE_SETTINGS = (
@@ -51,6 +53,12 @@ def cache_folder() -> Path | None:
 def pack_paths() -> tuple[Path, ...]:
     """Packs to serve kernels from, in the order given."""
     return tuple(Path(p).expanduser().absolute() for p in os.environ.get(PACK, "").split(os.pathsep) if p.strip())
+
+
+def tiles_file() -> Path | None:
+    """The user's own rows of forward tiles, if there are any."""
+    value = os.environ.get(TILES, "").strip()
+    return Path(value).expanduser().absolute() if value else None
 
 
 def c_compiler() -> str | None:

@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,11 @@ from standin_kernels import ScalePlan, trace
 import flash_hopper
 from flash_hopper import settings
 from flash_hopper.compile import pack as pack_module
-from flash_hopper.compile import store
+from flash_hopper.compile import parallel, store
 from flash_hopper.compile.link import require_linker
 from flash_hopper.compile.pack import build_pack
 from flash_hopper.compile.packfile import open_pack
-from flash_hopper.compile.parallel import compile_into, fill_cache
+from flash_hopper.compile.parallel import compile_into, fill_cache, fill_cache_as_far_as_possible
 from flash_hopper.compile.store import KernelStore
 from flash_hopper.compile.target import toolkit
 from flash_hopper.problem.errors import ArgumentError, CacheError, CompileError, MissingDependencyError
@@ -254,3 +255,36 @@ def test_what_is_compiled_into_a_folder_is_found_there_afterwards(plans, log, tm
     assert len(after.splitlines()) == len(before.splitlines()) + 2
     KernelStore(tmp_path, trace=trace).get(plans[0])
     assert log.read_text() == after
+
+
+def test_plans_that_do_not_compile_spill_or_kill_the_compiler_are_left_out_with_the_reason_if_that_is_asked_for(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv(settings.CACHE, "off")
+    flawed = [ScalePlan(11, flaw) for flaw in ("fails", "dies", "spill")]
+    good = [ScalePlan(12), ScalePlan(13)]
+    failures, told = {}, []
+    packed = build_pack(
+        [good[0], *flawed, good[1]], tmp_path / "p.so", jobs=2, progress=lambda *call: told.append(call), trace=trace,
+        failures=failures,
+    )  # fmt: skip
+    assert set(failures) == set(flawed) and len(packed) == len(good)
+    assert all(plan in packed for plan in good) and not any(plan in packed for plan in flawed)
+    for plan, word in zip(flawed, ("the compiler failed", "process died", "bytes of spills"), strict=True):
+        assert word in failures[plan]
+    assert [call[1:] for call in told] == [(i, 5) for i in range(1, 6)]
+    with pytest.raises(CompileError, match=r"no plan of the pack compiles; the first: .*the compiler failed"):
+        build_pack(flawed[:1], tmp_path / "none.so", jobs=1, trace=trace, failures={})
+    assert not (tmp_path / "none.so").exists()
+
+
+def test_the_cache_is_filled_as_far_as_possible(tmp_path, monkeypatch):
+    monkeypatch.setenv(settings.CACHE, str(tmp_path / "cache"))
+    monkeypatch.setattr(parallel, "failures_of", partial(parallel.failures_of, trace=trace))
+    failing, good = ScalePlan(21, "fails"), ScalePlan(22)
+    assert set(fill_cache_as_far_as_possible([failing, good], 1)) == {failing}
+    assert KernelStore(tmp_path / "cache").find(good) is not None
+    assert fill_cache_as_far_as_possible([]) == {}
+    monkeypatch.setenv(settings.CACHE, "off")
+    with pytest.raises(CacheError, match="disk cache is off"):
+        fill_cache_as_far_as_possible([good])

@@ -16,7 +16,7 @@ from flash_hopper.cli.main import app
 from flash_hopper.problem.errors import ArgumentError, DeviceError, FlashHopperError, UnsupportedError
 
 SOURCE = Path(flash_hopper.__file__).parent.parent
-COMMANDS = {"demo", "verify", "bench", "inspect", "compile", "cache", "env"}
+COMMANDS = {"demo", "verify", "bench", "tune", "inspect", "compile", "cache", "env"}
 
 
 def run(*arguments: str, code: int = 0) -> str:

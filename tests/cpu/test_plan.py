@@ -16,6 +16,7 @@ from flash_hopper.plan.budget import (
     choose_buffers,
     forward_smem_bytes,
 )
+from flash_hopper.plan.candidates import candidates
 from flash_hopper.plan.forward import HDIM_STEP, ForwardPlan, plan_forward
 from flash_hopper.plan.roles import REGISTER_FILE, REGISTERS, TILE_SLOTS, WARPGROUP, Roles, forward_pipelines, roles_of
 from flash_hopper.plan.tables.forward import CHUNK_MAX_M, RAGGED_TO, ROWS, WINDOW_TO, Tile, choose_row, choose_tile
@@ -77,9 +78,22 @@ def plans():
     return every_plan()
 
 
-def test_every_head_dim_pair_fits_shared_memory(plans):
+@pytest.fixture(scope="module", params=["tables", "candidates"])
+def runnable(request):
+    """Plans that may run: those of the tables, and all that `tune` may try."""
+    if request.param == "tables":
+        return request.getfixturevalue("plans")
+    dims = [(d, d) for d in (32, 64, 96, 128, 256)] + [(192, 128), (64, 256)]
+    return {
+        plan
+        for dim, kind, is_ragged in product(dims, KINDS, (False, True))
+        for plan in candidates(with_mask(*dim, kind, 4096, is_ragged))
+    }
+
+
+def test_every_head_dim_pair_fits_shared_memory(runnable):
     room = SMEM_LIMIT_BYTES - SMEM_RESERVED_BYTES - SMEM_BARRIER_BYTES
-    for plan in plans:
+    for plan in runnable:
         tile, size = Tile(plan.tile_m, plan.tile_n), plan.dtype.itemsize
         used = forward_smem_bytes(
             tile, plan.tile_hdim, plan.tile_hdimv, size, plan.q_stages, plan.kv_stages, plan.o_aliases_q
@@ -89,8 +103,8 @@ def test_every_head_dim_pair_fits_shared_memory(plans):
         assert plan.kv_stages >= 2, plan
 
 
-def test_every_plan_fits_the_register_file(plans):
-    for plan in plans:
+def test_every_plan_fits_the_register_file(runnable):
+    for plan in runnable:
         roles = roles_of(plan)
         pool = REGISTER_FILE // roles.threads // 8 * 8 * roles.threads
         asked = WARPGROUP * (roles.producer_registers + roles.consumer_warpgroups * roles.consumer_registers)
@@ -102,8 +116,8 @@ def test_every_plan_fits_the_register_file(plans):
         assert held < roles.consumer_registers, plan
 
 
-def test_tiles_are_what_the_instructions_can_do(plans):
-    for plan in plans:
+def test_tiles_are_what_the_instructions_can_do(runnable):
+    for plan in runnable:
         assert plan.tile_m % 64 == 0, plan
         assert plan.tile_n % 16 == 0, plan
         assert plan.tile_n <= 256, plan
@@ -118,9 +132,9 @@ def test_padding_covers_the_head_dims_and_stays_below_one_step():
         assert dv <= plan.tile_hdimv < dv + HDIM_STEP
 
 
-def test_names_are_unique_identifiers(plans):
-    names = {plan.name for plan in plans}
-    assert len(names) == len(plans)
+def test_names_are_unique_identifiers(runnable):
+    names = {plan.name for plan in runnable}
+    assert len(names) == len(runnable)
     assert all(name.isidentifier() and name.isascii() for name in names)
 
 
@@ -160,8 +174,8 @@ def test_plans_of_every_mask_and_layout_are_there_and_say_so_in_their_names(plan
         assert plan.is_ragged == ("ragged" in plan.name.split("_")), plan
 
 
-def test_only_the_full_mask_of_a_dense_batch_gives_tiles_of_equal_cost(plans):
-    for plan in plans:
+def test_only_the_full_mask_of_a_dense_batch_gives_tiles_of_equal_cost(runnable):
+    for plan in runnable:
         assert (plan.scheduler == "static") == (plan.mask == "full" and not plan.is_ragged), plan
 
 
@@ -244,10 +258,11 @@ def test_deep_tiles_have_more_stages_of_keys_than_others_and_two_of_queries(plan
         assert row.window is None or row.window.kv_stages > row.tile.kv_stages, row
 
 
-def test_who_looks_ahead_never_jumps_over_a_round_of_stages(plans):
+def test_who_looks_ahead_never_jumps_over_a_round_of_stages(runnable):
     """Brute force over rows: from the last block that a warpgroup computes of one tile to its first of any other."""
-    assert {"full", "causal", "local"} <= {plan.mask for plan in plans if plan.looks_ahead}
-    for plan in {(p.tile_m, p.tile_n, p.mask): p for p in plans if p.frees_unseen}.values():
+    assert {"full", "causal", "local"} <= {plan.mask for plan in runnable if plan.looks_ahead}
+    deepest_first = sorted((p for p in runnable if p.frees_unseen), key=lambda p: -p.kv_stages)
+    for plan in {(p.tile_m, p.tile_n, p.mask): p for p in deepest_first}.values():
         assert plan.q_stages > 1 and plan.mask in ("causal", "local")
         jumps = []
         for left, right in (UNBOUNDED, 0), (0, 0), (100, 0), (5, 7), (1000, 300):
@@ -264,8 +279,8 @@ def test_who_looks_ahead_never_jumps_over_a_round_of_stages(plans):
         assert max(jumps) < plan.kv_stages, plan
 
 
-def test_chunks_have_the_registers_that_their_bounds_need(plans):
-    for plan in plans:
+def test_chunks_have_the_registers_that_their_bounds_need(runnable):
+    for plan in runnable:
         assert plan.mask != "chunk" or plan.tile_m <= CHUNK_MAX_M, plan
 
 
@@ -281,8 +296,8 @@ def test_flags_that_the_kernel_is_compiled_for_are_in_the_plan():
     assert plan_forward(problem(128, 128, dtype=DType.FP16)).dtype is DType.FP16
 
 
-def test_pipelines_count_one_arrival_a_warp_that_reads_and_whole_stages(plans):
-    for plan in plans:
+def test_pipelines_count_one_arrival_a_warp_that_reads_and_whole_stages(runnable):
+    for plan in runnable:
         pipelines, size = forward_pipelines(plan), plan.dtype.itemsize
         assert set(pipelines) == {"q", "k", "v", "tile"}
         assert pipelines["q"].tx_bytes == plan.tile_m * plan.tile_hdim * size

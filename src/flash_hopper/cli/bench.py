@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from flash_hopper.problem.errors import ArgumentError, DeviceError
+from flash_hopper.cli.options import length_of, names_of, require_hopper
+from flash_hopper.problem.errors import ArgumentError
 
 if TYPE_CHECKING:
     from flash_hopper.compile.key import Plan
@@ -70,13 +71,13 @@ def bench(
         _fill_tables(tables, console)
         return
     if suite == "fp8-accuracy":
-        _accuracy(_names(dims), _names(seqlens), json, plot, from_json, pack, commit, console)
+        _accuracy(names_of(dims), names_of(seqlens), json, plot, from_json, pack, commit, console)
         return
     if from_json is not None:
         from flash_hopper.testing.bench_rows import read_rows
 
         env, rows = read_rows(from_json)
-        rows = [row for row in rows if protocol is None or row.protocol in _names(protocol)]
+        rows = [row for row in rows if protocol is None or row.protocol in names_of(protocol)]
         rows = [row for row in rows if direction in (None, "both", row.direction)]
         for row_group in _by_case(rows):
             console.print(_case_line(row_group), soft_wrap=True)
@@ -89,11 +90,11 @@ def bench(
         if pack is not None:
             _build_pack(shapes, pack, console)
             return
-        protocols = _names(protocol) or DEFAULT_PROTOCOLS[suite]
+        protocols = names_of(protocol) or DEFAULT_PROTOCOLS[suite]
         check_protocols(suite, protocols)
-        chosen = _names(providers)
+        chosen = names_of(providers)
         _check_providers(chosen)
-        _require_hopper()
+        require_hopper("bench")
         env = environment(commit)
         settings = Settings(chosen or None, protocols, rounds=rounds, steady_s=seconds)
         rows = _measure_all(shapes, settings, console, env, json)
@@ -134,10 +135,10 @@ def _accuracy(
     if from_json is not None:
         env, rows = fp8_accuracy.read_rows(from_json)
     else:
-        _require_hopper()
+        require_hopper("bench")
         env, rows = environment(commit), []
-        chosen = [_length(text) for text in dims] or fp8_accuracy.OUTLIER_DIMS
-        for row in fp8_accuracy.measure("cuda", chosen, [_length(text) for text in seqlens] or None):
+        chosen = [length_of(text) for text in dims] or fp8_accuracy.OUTLIER_DIMS
+        for row in fp8_accuracy.measure("cuda", chosen, [length_of(text) for text in seqlens] or None):
             rows.append(row)
             errors = row.error or f"rmse {row.rmse:.3e}, relative {row.relative:.3%}"
             console.print(
@@ -284,8 +285,8 @@ def _selection(dtype: str, dims: str | None, seqlens: str | None, mask: str, cel
         raise ArgumentError(f"mask must be one of {', '.join(MASKS)}, got {mask!r}")
     if cells not in (None, 18, 36):
         raise ArgumentError(f"cells must be 18 or 36, got {cells}")
-    lengths = [_length(text) for text in _names(seqlens)] or (MAIN_SEQLENS if cells == 18 else None)
-    return Selection(DType(dtype), [_length(text) for text in _names(dims)] or None, lengths, MASKS[mask])
+    lengths = [length_of(text) for text in names_of(seqlens)] or (MAIN_SEQLENS if cells == 18 else None)
+    return Selection(DType(dtype), [length_of(text) for text in names_of(dims)] or None, lengths, MASKS[mask])
 
 
 def _check_providers(names: Sequence[str]) -> None:
@@ -294,26 +295,3 @@ def _check_providers(names: Sequence[str]) -> None:
     unknown = [name for name in names if name not in NAMES]
     if unknown:
         raise ArgumentError(f"providers must be of {', '.join(NAMES)}, got {', '.join(unknown)}")
-
-
-def _require_hopper() -> None:
-    import torch
-
-    if not torch.cuda.is_available():
-        raise DeviceError("bench measures on a GPU of compute capability 9.0; torch sees no CUDA device here")
-    capability = torch.cuda.get_device_capability()
-    if capability != (9, 0):
-        raise DeviceError(f"bench measures on a GPU of compute capability 9.0, this one has {capability}")
-
-
-def _names(text: str | None) -> list[str]:
-    """The parts of a comma-separated option."""
-    return [part.strip() for part in (text or "").split(",") if part.strip()]
-
-
-def _length(text: str) -> int:
-    """512 or 16k."""
-    number, factor = (text[:-1], 1024) if text.lower().endswith("k") else (text, 1)
-    if not number.isdigit():
-        raise ArgumentError(f"a size must be a number such as 512 or 16k, got {text!r}")
-    return int(number) * factor

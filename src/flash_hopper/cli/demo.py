@@ -152,12 +152,12 @@ def _show_kernels(qkv: "tuple[torch.Tensor, ...]", console: Console) -> None:
     from flash_hopper.cli.inspect import show_plan
     from flash_hopper.compile.build import build
     from flash_hopper.plan.backward import BackwardRequest, plan_backward
-    from flash_hopper.plan.forward import plan_forward
+    from flash_hopper.plan.forward import choice_of, own_row, plan_forward
 
     problem = _shape(qkv, causal=True, direction="forward").problem
     plan = plan_forward(problem)
     console.print("[bold]The kernel that a Hopper GPU would run for the causal call[/]")
-    show_plan(problem, plan, console)
+    show_plan(problem, plan, console, own_row(choice_of(problem)))
     request = BackwardRequest(needs_dq=True, needs_dkdv=True, has_dlse=False, is_deterministic=False)
     backward = plan_backward(problem, request)
     table = _table("compiled for sm_90a, forward and backward", "kernel", "seconds", "registers", "spills", "KB")

@@ -16,6 +16,7 @@ from flash_hopper.problem.errors import ArgumentError
 if TYPE_CHECKING:
     from flash_hopper.compile.inspect import KernelReport
     from flash_hopper.plan.forward import ForwardPlan
+    from flash_hopper.plan.own_tiles import OwnRow
     from flash_hopper.problem.attention import AttentionOptions, AttentionProblem
 
 # H200 SXM, dense 16-bit: NVIDIA's data sheet
@@ -44,7 +45,7 @@ def inspect(
     sass: Annotated[bool, typer.Option("--sass", help="Compile offline and count registers and instructions.")] = False,
 ) -> None:
     """Show tile, warps, registers, shared memory, pipelines and roofline of an attention call."""
-    from flash_hopper.plan.forward import plan_forward
+    from flash_hopper.plan.forward import choice_of, own_row, plan_forward
     from flash_hopper.problem.attention import AttentionOptions
 
     options = AttentionOptions(
@@ -56,9 +57,10 @@ def inspect(
         (seqlen_k or seqlen_q, heads_k or heads, head_dim_v or head_dim),
         options,
     )
-    plan = plan_forward(_packed(problem) if ragged else problem)
+    asked = _packed(problem) if ragged else problem
+    plan = plan_forward(asked)
     console = Console()
-    show_plan(problem, plan, console)
+    show_plan(problem, plan, console, own_row(choice_of(asked)))
     if sass:
         from flash_hopper.compile.inspect import kernel_report
 
@@ -67,11 +69,11 @@ def inspect(
         show_report(report, console)
 
 
-def show_plan(problem: "AttentionProblem", plan: "ForwardPlan", console: Console) -> None:
-    """Print everything about a forward call that is known without compiling."""
+def show_plan(problem: "AttentionProblem", plan: "ForwardPlan", console: Console, own: "OwnRow | None" = None) -> None:
+    """Print everything about a forward call that is known without compiling. `own`: the user's own row that chose the plan, if one did."""
     console.print(f"[bold]{plan.name}[/]")
     for title, rows in (
-        ("tile", _tile_rows(problem, plan)),
+        ("tile", _tile_rows(problem, plan, own)),
         ("warps and registers", _role_rows(plan)),
         ("work", _work_rows(problem, plan)),
         (f"roofline (H200: {PEAK_TFLOPS:.0f} TFLOP/s, {PEAK_TBPS} TB/s)", _roofline_rows(problem)),
@@ -166,17 +168,21 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def _tile_rows(problem: "AttentionProblem", plan: "ForwardPlan") -> list[tuple[str, str]]:
+def _tile_rows(problem: "AttentionProblem", plan: "ForwardPlan", own: "OwnRow | None") -> list[tuple[str, str]]:
+    from flash_hopper import settings
     from flash_hopper.plan.tables.forward import choose_row
 
     row = choose_row(plan.tile_hdim, plan.tile_hdimv)
     chosen = plan.tile_m, plan.tile_n, plan.has_pingpong
     choices = ", ".join(name for name, t in row.tiles.items() if (t.m, t.n, t.has_pingpong) == chosen)
+    source, why = f"head dims up to {row.hdim} and {row.hdimv}, its tile for: {choices}", row.why
+    if own is not None:
+        source, why = f"of {settings.TILES}, for {own.rows_from} to {own.rows_to} rows", own.why
     return [
         ("query rows x keys a step", f"{plan.tile_m} x {plan.tile_n}"),
         ("head dims", f"{problem.head_dim} in {plan.tile_hdim}, {problem.head_dim_v} in {plan.tile_hdimv}"),
-        ("table row", f"head dims up to {row.hdim} and {row.hdimv}, its tile for: {choices}"),
-        ("because", row.why),
+        ("table row", source),
+        ("because", escape(why)),
         ("ping-pong", "warpgroups take turns at issuing MMAs" if plan.has_pingpong else "off"),
         ("scheduler", f"{plan.scheduler}, persistent CTAs"),
     ]

@@ -15,6 +15,7 @@ from flash_hopper.cli.compile import compile_kernels
 from flash_hopper.cli.demo import demo
 from flash_hopper.cli.env import env
 from flash_hopper.cli.inspect import inspect
+from flash_hopper.cli.tune import tune
 from flash_hopper.cli.verify import verify
 from flash_hopper.problem.errors import FlashHopperError
 
@@ -28,6 +29,7 @@ app = typer.Typer(
 app.command()(demo)
 app.command()(verify)
 app.command()(bench)
+app.command()(tune)
 app.command()(inspect)
 app.command("compile")(compile_kernels)
 app.add_typer(cache_app, name="cache")

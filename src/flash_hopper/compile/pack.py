@@ -16,10 +16,10 @@ from flash_hopper.compile.disk import OBJECT, DiskCache
 from flash_hopper.compile.key import Plan, plan_digest, source_fingerprint
 from flash_hopper.compile.link import link, require_linker
 from flash_hopper.compile.packfile import Manifest, Pack, append_manifest, open_pack
-from flash_hopper.compile.parallel import Progress, compile_into
+from flash_hopper.compile.parallel import Progress, compile_into, failures_of
 from flash_hopper.compile.store import default_store
-from flash_hopper.compile.target import GPU_ARCH, host, toolkit
-from flash_hopper.problem.errors import ArgumentError, CacheError
+from flash_hopper.compile.target import GPU_ARCH, Toolkit, host, toolkit
+from flash_hopper.problem.errors import ArgumentError, CacheError, CompileError
 from flash_hopper.version import __version__
 
 if TYPE_CHECKING:
@@ -32,8 +32,11 @@ def build_pack(
     jobs: int | None = None,
     progress: Progress | None = None,
     trace: "Trace | None" = None,
+    failures: dict[Plan, str] | None = None,
 ) -> Pack:
     """Compile `plans` with `jobs` worker processes (default: one a core) and link them into the pack `out`.
+
+    `failures`: if given, plans that do not compile are left out of the pack and noted there with the reason.
 
     Objects that the disk cache has are reused. `progress(name, done, total)` is called after each kernel. Raises
     CompileError, CacheError if `out` cannot be written, MissingDependencyError without DSL, tvm-ffi or a C compiler.
@@ -46,23 +49,18 @@ def build_pack(
         raise ArgumentError("a pack needs at least one plan")
     kit, path = toolkit(), Path(out)
     require_linker(kit)
-    manifest = Manifest(
-        package_version=__version__,
-        sources=source_fingerprint(),
-        dsl_version=kit.dsl_version,
-        flavour=kit.flavour,
-        ffi_version=kit.ffi_version,
-        target=GPU_ARCH,
-        host=host(),
-        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        kernels={plan_digest(plan): plan.name for plan in plans},
-    )
     with _replacing(path) as library, tempfile.TemporaryDirectory(prefix="flash-hopper-") as scratch:
         cache = settings.cache_folder()
         folder = cache if cache is not None and DiskCache(cache).is_writable else Path(scratch)
+        if failures is not None:
+            failures |= failures_of(folder, plans, OBJECT, jobs=jobs, progress=progress, trace=trace)
+            plans = [plan for plan in plans if plan not in failures]
+            if not plans:
+                raise CompileError(f"no plan of the pack compiles; the first: {next(iter(failures.values()))}")
+            progress = None  # all are there
         objects = compile_into(folder, plans, OBJECT, jobs=jobs, progress=progress, trace=trace)
         link(objects, library, kit)
-        append_manifest(library, manifest)
+        append_manifest(library, _manifest(plans, kit))
     return open_pack(path)
 
 
@@ -75,6 +73,20 @@ def load_pack(path: str | os.PathLike[str]) -> Pack:
     pack = open_pack(Path(path).expanduser())
     default_store().packs.insert(0, pack)
     return pack
+
+
+def _manifest(plans: Sequence[Plan], kit: Toolkit) -> Manifest:
+    return Manifest(
+        package_version=__version__,
+        sources=source_fingerprint(),
+        dsl_version=kit.dsl_version,
+        flavour=kit.flavour,
+        ffi_version=kit.ffi_version,
+        target=GPU_ARCH,
+        host=host(),
+        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        kernels={plan_digest(plan): plan.name for plan in plans},
+    )
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ The compiler is single-threaded and takes 1 to 2 s and 0.6 GB a kernel, so throu
 
 import multiprocessing
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -32,12 +32,48 @@ def fill_cache(plans: Sequence[Plan], jobs: int | None = None, progress: Progres
 
     Raises CacheError if there is no such cache or it cannot be written, and what `compile_into` raises.
     """
-    folder = settings.cache_folder()
-    if folder is None:
-        raise CacheError(f"the disk cache is off; set {settings.CACHE} to a folder")
-    if not DiskCache(folder).is_writable:
-        raise CacheError(f"the disk cache {folder} cannot be written; set {settings.CACHE} to another folder")
-    return compile_into(folder, plans, jobs=jobs, progress=progress)
+    return compile_into(_writable_cache(), plans, jobs=jobs, progress=progress)
+
+
+def fill_cache_as_far_as_possible(
+    plans: Sequence[Plan], jobs: int | None = None, progress: Progress | None = None
+) -> dict[Plan, str]:
+    """As `fill_cache`, but a plan that does not compile is no error: returns why, for each of them."""
+    return failures_of(_writable_cache(), plans, jobs=jobs, progress=progress)
+
+
+def failures_of(
+    folder: Path,
+    plans: Sequence[Plan],
+    suffix: str | None = None,
+    *,
+    jobs: int | None = None,
+    progress: Progress | None = None,
+    trace: "Trace | None" = None,
+) -> dict[Plan, str]:
+    """Compile `plans` into the disk cache `folder`, as `compile_into` does; why not, for each that does not compile.
+
+    What kills the compiler's process counts as such a reason. Other errors are raised.
+    """
+    plans = list(dict.fromkeys(plans))
+    arguments = (str(folder), suffix, trace)
+    reasons: dict[Plan, str | None] = {}
+
+    def note(plan: Plan, reason: str | None) -> None:
+        reasons[plan] = reason
+        if progress is not None:
+            progress(plan.name, len(reasons), len(plans))
+
+    try:
+        for i, reason in _completed(_reason, plans, jobs, *arguments):
+            note(plans[i], reason)
+    except BrokenProcessPool:  # whose fault it was is not known: what is not done gets a process each
+        for plan in [plan for plan in plans if plan not in reasons]:
+            try:
+                note(plan, next(_completed(_reason, [plan], 1, *arguments))[1])
+            except BrokenProcessPool as error:
+                note(plan, f"the compile process died: {error}")
+    return {plan: reason for plan, reason in reasons.items() if reason is not None}
 
 
 def compile_into(
@@ -82,23 +118,52 @@ def map_plans(
     *arguments: Any,
 ) -> list[Result]:
     """[function(plan, *arguments) for plan in plans] in worker processes; `function` is one that can be pickled."""
+    results: dict[int, Result] = {}
+    try:
+        for i, result in _completed(function, plans, jobs, *arguments):
+            results[i] = result
+            if progress is not None:
+                progress(plans[i].name, len(results), len(plans))
+    except BrokenProcessPool as error:
+        raise CompileError(f"a compile process died (out of memory? each takes 0.6 GB): {error}") from error
+    return [results[i] for i in range(len(plans))]
+
+
+def _completed(
+    function: Callable[..., Result], plans: Sequence[Plan], jobs: int | None, *arguments: Any
+) -> Iterator[tuple[int, Result]]:
+    """(number of the plan, function(plan, *arguments)) as worker processes get done. Raises BrokenProcessPool if one dies."""
     if not plans:
-        return []
+        return
     workers = min(jobs or os.cpu_count() or 1, len(plans))
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context) as pool:
         futures = {pool.submit(function, plan, *arguments): i for i, plan in enumerate(plans)}
         try:
-            for done, future in enumerate(as_completed(futures), 1):
-                future.result()
-                if progress is not None:
-                    progress(plans[futures[future]].name, done, len(plans))
-        except BrokenProcessPool as error:
-            raise CompileError(f"a compile process died (out of memory? each takes 0.6 GB): {error}") from error
+            for future in as_completed(futures):
+                yield futures[future], future.result()
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
-    return [future.result() for future in futures]
+
+
+def _writable_cache() -> Path:
+    """This user's disk cache. Raises CacheError."""
+    folder = settings.cache_folder()
+    if folder is None:
+        raise CacheError(f"the disk cache is off; set {settings.CACHE} to a folder")
+    if not DiskCache(folder).is_writable:
+        raise CacheError(f"the disk cache {folder} cannot be written; set {settings.CACHE} to another folder")
+    return folder
+
+
+def _reason(plan: Plan, folder: str, suffix: str | None, trace: "Trace | None") -> str | None:
+    """Why a plan does not compile; None if it does."""
+    try:
+        _ensure(plan, folder, suffix, trace)
+    except CompileError as error:
+        return str(error)
+    return None
 
 
 def _ensure(plan: Plan, folder: str, suffix: str | None, trace: "Trace | None") -> Path:

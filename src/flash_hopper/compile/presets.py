@@ -5,7 +5,8 @@ from itertools import product
 
 from flash_hopper.compile.key import Plan
 from flash_hopper.plan.backward import BackwardKernelPlan, BackwardRequest, plan_backward
-from flash_hopper.plan.forward import HDIM_STEP, ForwardPlan, plan_forward
+from flash_hopper.plan.budget import HDIM_STEP
+from flash_hopper.plan.forward import ForwardPlan, plan_forward
 from flash_hopper.problem.attention import MAX_HEAD_DIM, AttentionProblem
 from flash_hopper.problem.dtypes import KERNEL_DTYPES, DType
 from flash_hopper.problem.errors import ArgumentError

@@ -149,8 +149,9 @@ def prepare(
     options: AttentionOptions,
     out: torch.Tensor | None,
     sequences: Sequences | None = None,
+    plan: ForwardPlan | None = None,
 ) -> PreparedForward:
-    """Check a call and bind it to a kernel, compiling it if need be.
+    """Check a call and bind it to a kernel, compiling it if need be. `plan`: this one of the problem's plans, as `tune` tries them.
 
     Raises the errors of `problem`, DeviceError for another GPU, UnsupportedError for missing features, and
     MissingDependencyError or CompileError from the compile layer. Nothing is allocated.
@@ -158,7 +159,8 @@ def prepare(
     p = described_problem(q, k, v, options, out, sequences, dtypes=DTYPES)
     facts = device_facts(q.device.index)
     check_supported(p.features, SUPPORTED, f"the forward kernel ({facts.name})")
-    plan = plan_forward(p)
+    if plan is None:
+        plan = plan_forward(p, facts.name)
     is_trivial = p.has_no_output or p.has_no_keys
     ctas, section = grid_of(p, plan, facts.sm_count)
     _, lse_shape = result_shapes(p)

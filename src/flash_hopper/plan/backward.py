@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from flash_hopper.geometry.arith import round_up
-from flash_hopper.plan.forward import HDIM_STEP
+from flash_hopper.plan.budget import HDIM_STEP
 from flash_hopper.plan.tables.backward import (
     DkdvTile,
     choose_dkdv_tile,

@@ -1,17 +1,51 @@
 """What fits: shared memory and registers of a forward tile.
 
-Whatever is rejected is rejected with the arithmetic. Sizes in bytes unless said.
+Whatever is rejected is rejected with the arithmetic. Sizes in bytes unless said. `forward.py` asks for the best layout of a tile of
+the tables, `candidates.py` and `own_tiles.py` whether a given layout can be.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from flash_hopper.plan.tables.forward import Tile
+from flash_hopper.plan.tables.forward import CHUNK_MAX_M, Tile
 from flash_hopper.problem.errors import CompileError
+from flash_hopper.problem.mask import MaskKind
 
 SMEM_LIMIT_BYTES = 232_448  # per CTA on compute capability 9.0
 SMEM_RESERVED_BYTES = 1024  # taken by the runtime at the bottom
 SMEM_BARRIER_BYTES = 1024  # mbarriers and the tile mailbox, in front of the first 1024-byte aligned buffer
+
+# (producer, consumer) registers a thread by number of consumer warpgroups, steps of 8. A producer with 24 spills in
+# the causal forward at head dim 224; some kernels need every register in their consumers.
+REGISTERS = {1: (56, 256), 2: (40, 232), 3: (32, 160), 4: (32, 112)}
+# Beside S, P and O a consumer thread of the forward holds addresses, its softmax state and operands on the way. With 24 left every
+# tile tried spills, with 28 some do not (DSL 4.8, 2026-11); for the rest only the compiler knows.
+OTHER_REGISTERS = 28
+
+HDIM_STEP = 32  # head dims are padded to this in shared memory: one 64-byte swizzle row of a 16-bit type
+WARPGROUP_ROWS = 64
+KEY_STEP, FEWEST_KEYS, MOST_KEYS = (
+    16,
+    32,
+    256,
+)  # 16 keys are a step of PV, 256 the widest QK; a chain of the softmax takes 32 or more
+MOST_Q_STAGES, MOST_KV_STAGES = 2, 8
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A forward tile with its stages: all of a `ForwardPlan` that may be chosen freely, in its words."""
+
+    m: int
+    n: int
+    has_pingpong: bool
+    q_stages: int
+    kv_stages: int
+    o_aliases_q: bool
+
+    def __str__(self) -> str:
+        flags = (" turns" if self.has_pingpong else "") + (" O in Q" if self.o_aliases_q else "")
+        return f"{self.m}x{self.n} q{self.q_stages} kv{self.kv_stages}{flags}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +90,47 @@ def choose_buffers(tile: Tile, hdim: int, hdimv: int, itemsize: int) -> Buffers:
     return _first_that_fits(tile.kv_stages, size, f"tile {tile.m}x{tile.n} with head dims {hdim}/{hdimv}")
 
 
+def choose_layout(tile: Tile, hdim: int, hdimv: int, itemsize: int) -> Layout:
+    """A tile of the tables with the best buffers that fit."""
+    best = choose_buffers(tile, hdim, hdimv, itemsize)
+    return Layout(tile.m, tile.n, tile.has_pingpong, best.q_stages, best.kv_stages, best.o_aliases_q)
+
+
+def held_registers(n: int, hdimv: int) -> int:
+    """Registers of a consumer thread for 64 rows: S in float32, P as its 16-bit copy, O in float32."""
+    return n // 2 + n // 4 + hdimv // 2
+
+
+def layout_fault(layout: Layout, hdim: int, hdimv: int, itemsize: int, mask: MaskKind) -> str | None:
+    """Why a layout cannot be for padded head dims and a mask, with the field and the arithmetic; None if it can, as far as is known
+    without compiling."""
+    warpgroups = layout.m // WARPGROUP_ROWS
+    if layout.m % WARPGROUP_ROWS or warpgroups not in REGISTERS:
+        return f"m must be a multiple of {WARPGROUP_ROWS} up to {max(REGISTERS) * WARPGROUP_ROWS}, got {layout.m}"
+    if mask == "chunk" and layout.m > CHUNK_MAX_M:
+        return f"m must be at most {CHUNK_MAX_M} for chunks, got {layout.m}"
+    if layout.n % KEY_STEP or not FEWEST_KEYS <= layout.n <= MOST_KEYS:
+        return f"n must be a multiple of {KEY_STEP} from {FEWEST_KEYS} to {MOST_KEYS}, got {layout.n}"
+    if layout.has_pingpong and warpgroups == 1:
+        return f"has_pingpong must be false with one warpgroup (m = {layout.m}), which has nobody to take turns with"
+    if not 1 <= layout.q_stages <= MOST_Q_STAGES:
+        return f"q_stages must be 1 to {MOST_Q_STAGES}, got {layout.q_stages}"
+    if not 2 <= layout.kv_stages <= MOST_KV_STAGES:
+        return f"kv_stages must be 2 to {MOST_KV_STAGES}, got {layout.kv_stages}"
+    held, registers = held_registers(layout.n, hdimv), REGISTERS[warpgroups][1]
+    if held + OTHER_REGISTERS > registers:
+        return (
+            f"n = {layout.n} with head dim {hdimv} of v takes {held} registers for S, P and O and at least "
+            f"{OTHER_REGISTERS} more, a thread of {warpgroups} warpgroups has {registers}"
+        )
+    tile = Tile(layout.m, layout.n)
+    stages = layout.q_stages, layout.kv_stages, layout.o_aliases_q
+    size, room = forward_smem_bytes(tile, hdim, hdimv, itemsize, *stages), _room()
+    if size > room:
+        return f"kv_stages and q_stages of {layout} with head dims {hdim}/{hdimv} take {size} bytes, there are {room}"
+    return None
+
+
 def choose_fp8_buffers(
     m: int, n: int, hdim: int, hdimv: int, behind: int, apart: int, out_itemsize: int, kv_stages: int
 ) -> Buffers:
@@ -70,8 +145,13 @@ def choose_fp8_buffers(
     return _first_that_fits(kv_stages, size, f"e4m3 tile {m}x{n} with head dims {hdim}/{hdimv}")
 
 
+def _room() -> int:
+    """Bytes for tensor buffers."""
+    return SMEM_LIMIT_BYTES - SMEM_RESERVED_BYTES - SMEM_BARRIER_BYTES
+
+
 def _first_that_fits(kv_stages: int, size_of: Callable[[int, int, bool], int], what: str) -> Buffers:
-    room = SMEM_LIMIT_BYTES - SMEM_RESERVED_BYTES - SMEM_BARRIER_BYTES
+    room = _room()
     wanted = []
     for layout in _layouts(kv_stages):
         size = size_of(*layout)

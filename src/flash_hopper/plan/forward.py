@@ -1,15 +1,17 @@
 """The forward plan: everything about the kernel that is fixed at compile time.
 
 A `ForwardPlan` is frozen, hashable and printable, and is the compile key (with the sources' fingerprint). `plan_forward`
-chooses one for a problem from `tables/forward.py`; `budget.py` fills in what fits into shared memory, `roles.py` the
-threads, registers and barrier arrivals. No GPU, no torch, no DSL.
+chooses one for a problem from the user's own rows (`own_tiles.py`) or `tables/forward.py`; `budget.py` fills in what fits into
+shared memory, `roles.py` the threads, registers and barrier arrivals. No GPU, no torch, no DSL.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
+from flash_hopper import settings
 from flash_hopper.geometry.arith import ceil_div, round_up
-from flash_hopper.plan.budget import choose_buffers
+from flash_hopper.plan.budget import HDIM_STEP, Layout, choose_layout
+from flash_hopper.plan.own_tiles import OwnRow, find_row, read_rows
 from flash_hopper.plan.tables.forward import choose_tile
 from flash_hopper.problem.attention import AttentionProblem
 from flash_hopper.problem.dtypes import DType
@@ -19,7 +21,6 @@ from flash_hopper.problem.mask import Mask, MaskKind
 # Up to this many rows in the longest sequence, heads share tiles. 2,000 sequences of 8: two to three times as fast; longer ones lose
 # 2 % by it (H200, 2026-11, docs/findings/ragged.md).
 SHORT_ROWS = 128
-HDIM_STEP = 32  # head dims are padded to this in shared memory: one 64-byte swizzle row of a 16-bit type
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,12 @@ class ForwardPlan:
     def out_dtype(self) -> DType:
         """Element type of the output."""
         return self.dtype
+
+    @property
+    def layout(self) -> Layout:
+        """Tile and stages alone."""
+        stages = self.q_stages, self.kv_stages, self.o_aliases_q
+        return Layout(self.tile_m, self.tile_n, self.has_pingpong, *stages)
 
     @property
     def consumer_warpgroups(self) -> int:
@@ -107,27 +114,68 @@ class ForwardPlan:
         return f"{head}_{self.tile_m}x{self.tile_n}_q{self.q_stages}kv{self.kv_stages}_" + "_".join(flags)
 
 
-def plan_forward(problem: AttentionProblem) -> ForwardPlan:
-    """The plan for a problem. Depends on dtype, head dims, flags and, for the tile height, on the lengths."""
-    hdim, hdimv = round_up(problem.head_dim, HDIM_STEP), round_up(problem.head_dim_v, HDIM_STEP)
-    mask = problem.mask.simplified(problem.seqlen_q, problem.seqlen_k)
-    rows, is_ragged = longest_rows(problem), problem.ragged is not None
-    tile = choose_tile(hdim, hdimv, mask.kind, visited_rows(rows, mask), is_ragged)
-    buffers = choose_buffers(tile, hdim, hdimv, problem.dtype.itemsize)
+class Choice(NamedTuple):
+    """What the choice of a tile depends on: padded head dims, the mask that is left for these lengths, and query rows, or the reach of
+    a window or chunk if that is less."""
+
+    hdim: int
+    hdimv: int
+    mask: MaskKind
+    is_ragged: bool
+    rows: int
+
+
+def plan_forward(problem: AttentionProblem, gpu: str | None = None) -> ForwardPlan:
+    """The plan for a problem. Depends on dtype, head dims, flags and, for the tile height, on the lengths.
+
+    A row of the user's own (`own_tiles.py`) goes before the tables; one that names a GPU only if `gpu` is that name. Raises
+    ArgumentError if the user's file cannot be used.
+    """
+    own = own_row(choice_of(problem), gpu)
+    return plan_with(problem, table_layout(problem) if own is None else own.layout)
+
+
+def own_row(choice: Choice, gpu: str | None = None) -> OwnRow | None:
+    """The row of the user's own that serves a choice on a GPU of this name, if there is one."""
+    path = settings.tiles_file()
+    return None if path is None else find_row(read_rows(path), *choice, gpu)
+
+
+def choice_of(problem: AttentionProblem) -> Choice:
+    """What the choice of the problem's tile depends on."""
+    mask, rows = problem.mask.simplified(problem.seqlen_q, problem.seqlen_k), longest_rows(problem)
+    return Choice(
+        round_up(problem.head_dim, HDIM_STEP),
+        round_up(problem.head_dim_v, HDIM_STEP),
+        mask.kind,
+        problem.ragged is not None,
+        visited_rows(rows, mask),
+    )
+
+
+def table_layout(problem: AttentionProblem) -> Layout:
+    """The tile and stages that the tables choose."""
+    hdim, hdimv, mask, is_ragged, rows = choice_of(problem)
+    return choose_layout(choose_tile(hdim, hdimv, mask, rows, is_ragged), hdim, hdimv, problem.dtype.itemsize)
+
+
+def plan_with(problem: AttentionProblem, layout: Layout) -> ForwardPlan:
+    """The plan for a problem with a given tile and stages."""
+    hdim, hdimv, mask, is_ragged, _ = choice_of(problem)
     return ForwardPlan(
         dtype=problem.dtype,
         tile_hdim=hdim,
         tile_hdimv=hdimv,
-        tile_m=tile.m,
-        tile_n=tile.n,
-        q_stages=buffers.q_stages,
-        kv_stages=buffers.kv_stages,
-        o_aliases_q=buffers.o_aliases_q,
-        has_pingpong=tile.has_pingpong,
-        scheduler="static" if mask.kind == "full" and problem.ragged is None else "dynamic",
-        mask=mask.kind,
+        tile_m=layout.m,
+        tile_n=layout.n,
+        q_stages=layout.q_stages,
+        kv_stages=layout.kv_stages,
+        o_aliases_q=layout.o_aliases_q,
+        has_pingpong=layout.has_pingpong,
+        scheduler="static" if mask == "full" and not is_ragged else "dynamic",
+        mask=mask,
         is_ragged=is_ragged,
-        shares_tiles=is_ragged and rows <= SHORT_ROWS,
+        shares_tiles=is_ragged and longest_rows(problem) <= SHORT_ROWS,
         has_lse=Feature.LSE in problem.features,
         negates_scores=Feature.NEGATIVE_SCALE in problem.features,
     )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from flash_hopper.plan.backward import BackwardDkdvPlan, BackwardDqPlan
+from flash_hopper.plan.budget import REGISTERS
 from flash_hopper.plan.forward import ForwardPlan
 from flash_hopper.plan.forward_fp8 import ForwardFp8Plan
 from flash_hopper.problem.errors import CompileError
@@ -18,10 +19,7 @@ REGISTER_FILE = 65_536
 STATISTIC_BYTES = 4  # LSE or D of one row
 PRODUCER, SCHEDULER = 0, 1  # warps of the first warpgroup
 TILE_SLOTS = 2  # tiles that may be posted and not read by everybody
-# (producer, consumer) registers a thread by number of consumer warpgroups, steps of 8. A producer with 24 spills in
-# the causal forward at head dim 224; some kernels need every register in their consumers.
-REGISTERS = {1: (56, 256), 2: (40, 232), 3: (32, 160), 4: (32, 112)}
-TIGHT_REGISTERS = {2: (24, 240)}
+TIGHT_REGISTERS = {2: (24, 240)}  # where the consumers need every register, in place of `budget.REGISTERS`
 
 
 @dataclass(frozen=True, slots=True)

@@ -197,8 +197,8 @@ def summarise(rows: Sequence[BenchRow]) -> list[Summary]:
     return summaries
 
 
-def write_rows(path: Path, env: dict[str, Any], rows: Sequence[BenchRow]) -> None:
-    """Store rows as JSON; the file is complete or absent at any moment."""
+def write_rows(path: Path, env: dict[str, Any], rows: Sequence[Any]) -> None:
+    """Store rows, dataclasses of `bench` or `tune`, as JSON; the file is complete or absent at any moment."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(path.suffix + ".part")
     lines = ",\n".join("  " + json.dumps(asdict(row)) for row in rows)
