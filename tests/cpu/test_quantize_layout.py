@@ -19,7 +19,9 @@ from flash_hopper.geometry.strips import (
     code_word,
     exchanged_chunk,
     hadamard_block,
+    piece_column,
     swizzled,
+    swizzled_beside,
     swizzled_pass,
     threads_of,
     transpose_place,
@@ -85,8 +87,27 @@ def test_strips_and_rows_of_chunks_meet_eight_banks_of_16_bytes(chunks):
 
 
 @pytest.mark.parametrize("chunks", CHUNKS)
+def test_chunks_of_a_strip_are_found_from_its_first_one(chunks):
+    for thread, i in itertools.product(range(256), range(chunks)):
+        assert swizzled_beside(thread * chunks, i, chunks) == swizzled(thread * chunks + i, chunks)
+        if chunks == LONG_STRIP // 16:  # of codes
+            first, beside = exchanged_chunk(thread, i, chunks)
+            assert swizzled_beside(first, beside, 2 * chunks) == swizzled(first + beside, 2 * chunks)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("pieces", [STRIP // COLUMNS, LONG_STRIP // COLUMNS])
+def test_a_piece_knows_its_column(head_dim, pieces):
+    columns = head_dim // COLUMNS
+    for thread, i in itertools.product(range(128 * columns // pieces), range(pieces)):
+        assert piece_column(thread, i, pieces, columns) == (thread * pieces + i) % columns
+
+
+@pytest.mark.parametrize("chunks", CHUNKS)
 def test_lanes_that_exchange_have_every_chunk_once_and_write_to_eight_banks(chunks):
-    places = [[swizzled(exchanged_chunk(thread, j, chunks), 2 * chunks) for j in range(chunks)] for thread in range(64)]
+    places = [
+        [swizzled(sum(exchanged_chunk(thread, j, chunks)), 2 * chunks) for j in range(chunks)] for thread in range(64)
+    ]
     assert sorted(itertools.chain(*places)) == list(range(64 * chunks))
     if chunks == LONG_STRIP // 16:  # of codes
         for first, j in itertools.product(range(0, 64, 8), range(chunks)):
@@ -103,7 +124,7 @@ def test_an_exchange_of_halves_gives_the_sums_and_differences_of_both_strips():
     result = torch.empty(2 * LONG_STRIP, dtype=torch.int64)
     for thread, values in enumerate((lower, upper)):
         for j, chunk in enumerate(values.reshape(-1, vector)):
-            start = exchanged_chunk(thread, j, LONG_STRIP // vector) * vector
+            start = sum(exchanged_chunk(thread, j, LONG_STRIP // vector)) * vector
             result[start : start + vector] = chunk
     assert torch.equal(result, torch.cat((x + y, x - y)))
 

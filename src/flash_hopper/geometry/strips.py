@@ -44,6 +44,21 @@ def swizzle_shift(chunks_per_strip: int) -> int:
     return max(3, chunks_per_strip.bit_length() - 1)
 
 
+def swizzled_beside(first: Int, i: int, chunks_per_strip: int) -> Int:
+    """`swizzled(first + i, chunks_per_strip)` by one operation for each i: no bit of i is set in first, nor is one that turns."""
+    turned = first ^ ((first >> swizzle_shift(chunks_per_strip)) & 7)
+    return (turned ^ (i % 8)) + i // 8 * 8
+
+
+def piece_column(thread: Int, i: int, pieces: int, columns: int) -> Int:
+    """Which `COLUMNS` elements of its row the i-th of a thread's `pieces` are, where a row has `columns`."""
+    if pieces % columns == 0:
+        return i % columns
+    if columns % pieces == 0:
+        return (thread & (columns // pieces - 1)) * pieces + i
+    return (thread * pieces + i) % columns
+
+
 def swizzled_pass(thread: Int, i: int, threads: int, chunks_per_strip: int) -> Int:
     """`swizzled(thread + i * threads, chunks_per_strip)`, by as few different turns as passes have."""
     turn = 8 << swizzle_shift(chunks_per_strip)
@@ -51,12 +66,12 @@ def swizzled_pass(thread: Int, i: int, threads: int, chunks_per_strip: int) -> I
     return swizzled(thread + i % period * threads, chunks_per_strip) + i // period * period * threads
 
 
-def exchanged_chunk(thread: Int, j: int, chunks_per_strip: int) -> Int:
+def exchanged_chunk(thread: Int, j: int, chunks_per_strip: int) -> tuple[Int, int]:
     """The j-th chunk of the result of a thread that has exchanged half a strip with its neighbour: the lower lane has the lower
-    halves of both strips, the upper lane the upper ones."""
+    halves of both strips, the upper lane the upper ones. In two parts, for `swizzled_beside`; their sum is the chunk."""
     half = chunks_per_strip // 2
-    upper = thread % 2
-    return (thread - upper + j // half) * chunks_per_strip + upper * half + j % half
+    upper = thread & 1
+    return (thread - upper) * chunks_per_strip + upper * half, j // half * chunks_per_strip + j % half
 
 
 class TransposePlace(NamedTuple):

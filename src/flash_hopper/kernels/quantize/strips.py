@@ -15,7 +15,7 @@ and as max(|a + b|, |a - b|) = |a| + |b|, rounded the same way, half as many max
 
 from typing import Any
 
-from flash_hopper.device.dsl import Constexpr, Float8E4M3FN, Float32, Int32, const_expr, cute, cutlass
+from flash_hopper.device.dsl import ELEMENT_TYPES, Constexpr, Float8E4M3FN, Float32, Int32, const_expr, cute, cutlass
 from flash_hopper.geometry.arith import minimum
 from flash_hopper.geometry.fp8 import key_at
 from flash_hopper.geometry.strips import (
@@ -28,7 +28,9 @@ from flash_hopper.geometry.strips import (
     code_place,
     code_word,
     exchanged_chunk,
+    piece_column,
     swizzled,
+    swizzled_beside,
     transpose_place,
     transposed_word,
 )
@@ -38,6 +40,7 @@ from flash_hopper.problem.dtypes import DType
 
 UNUSED_NAN = 0x7FFFE5E5  # arithmetic gives another one
 SIGN_BITS = (0x8000, -0x80000000)  # of the halves of a word
+UPPER_HALF = -0x10000  # of a word
 # Of prmt, which takes its bytes from two words, 0 to 3 and 4 to 7: pairs of their low and high bytes, and of halves
 LOW_BYTES, HIGH_BYTES, LOW_HALVES, HIGH_HALVES = 0x5140, 0x7362, 0x5410, 0x7632
 
@@ -106,20 +109,20 @@ class RowStrips:
         sSigns: cute.Tensor | None, thread: Int32, i: Constexpr[int],
     ) -> None:  # fmt: skip
         """The i-th 8 elements, turned and with their signs, as float32."""
-        plan, columns = self.plan, self.plan.head_dim // COLUMNS
-        number = thread * (plan.strip // COLUMNS) + i
-        own = packed_piece(sX, number, self.chunks)
+        plan, pieces, columns = self.plan, self.plan.strip // COLUMNS, self.plan.head_dim // COLUMNS
+        number, column = thread * pieces + i, piece_column(thread, i, pieces, columns)
+        own = strip_piece(sX, thread, i, self.chunks)
         if const_expr(plan.has_signs and self.has_packed_signs):
-            self.change_packed_signs(own, sSigns, number % columns)
-        piece.store(own.load().to(Float32))
+            self.change_packed_signs(own, sSigns, column)
+        widen(own, piece)
         if const_expr(plan.rotary != "none"):
             if const_expr(plan.rotary_dim < plan.head_dim):
-                if number % columns < plan.rotary_dim // COLUMNS:
+                if column < plan.rotary_dim // COLUMNS:
                     self.turn(sX, piece, block, rotary, angles, number)
             else:
                 self.turn(sX, piece, block, rotary, angles, number)
         if const_expr(plan.has_signs and not self.has_packed_signs):
-            self.change_signs(piece, sSigns, number % columns)
+            self.change_signs(piece, sSigns, column)
 
     @property
     def pieces_at_once(self) -> int:
@@ -218,16 +221,14 @@ class RowStrips:
             a, b = values[i], values[i + 1] * (1.0 / size)
             values[i] = cute.math.fma(a, Float32(1.0 / size), b)
             values[i + 1] = cute.math.fma(a, Float32(1.0 / size), -b)
-        sign = Float32(1 - thread % 2 * 2)
+        sign = Float32(1 - 2 * (thread & 1))
         for step in (2, 4, 8, 16, 32, 64):
             if const_expr(step < min(size, strip)):
                 for i in cutlass.range_constexpr(strip):
                     if const_expr(i & step == 0):
                         a, b = values[i], values[i + step]
-                        if const_expr(
-                            self.plan.exchanges and 2 * step == strip
-                        ):  # in the upper lane they change places
-                            values[i], values[i + step] = cute.math.fma(b, sign, a), cute.math.fma(b, -sign, a)
+                        if const_expr(self.plan.exchanges and 2 * step == strip):
+                            values[i], values[i + step] = cute.math.fma(b, sign, a), cute.math.fma(a, sign, -b)
                         else:
                             values[i], values[i + step] = a + b, a - b
         tops = None
@@ -236,7 +237,7 @@ class RowStrips:
         else:
             for lanes in (1, 2):
                 if const_expr(lanes * strip < size):
-                    sign = Float32(1 - thread // lanes % 2 * 2)
+                    sign = Float32(1 - 2 * (thread // lanes & 1))
                     for i in cutlass.range_constexpr(strip):
                         other = cute.arch.shuffle_sync_bfly(values[i], offset=lanes)
                         values[i] = cute.math.fma(values[i], sign, other)
@@ -245,7 +246,8 @@ class RowStrips:
     def exchange(self, values: cute.Tensor, sign: Float32) -> cute.Tensor:
         """The last step: sums and differences of the values that stay, in the first half, and those that come for the second half.
 
-        sign: -1 in the upper lane, whose own values are the subtrahends. Returns 4 magnitudes.
+        sign: 1 in the lower lane, -1 in the upper one, whose own values are the subtrahends, and which sends its second half,
+        the sums, negated: then all of this is one operation each. Returns 4 magnitudes.
         """
         half = self.plan.strip // 2
         tops = cute.make_rmem_tensor(4, Float32)
@@ -253,8 +255,7 @@ class RowStrips:
         for i in range(half):
             own, other = values[i], cute.arch.shuffle_sync_bfly(values[i + half], offset=1)
             tops[i % 4] = cute.arch.fmax(tops[i % 4], cute.math.absf(own) + cute.math.absf(other))
-            values[i] = own + other
-            values[i + half] = cute.math.fma(own, sign, -sign * other)
+            values[i], values[i + half] = cute.math.fma(other, -sign, own), cute.math.fma(own, sign, other)
         return tops
 
     @cute.jit
@@ -267,15 +268,15 @@ class RowStrips:
                 scaled[i] = values[j * vector + i] * factor
             codes = cute.make_rmem_tensor(vector, sOut.element_type)
             codes.store(scaled.load().to(sOut.element_type))
-            place = swizzled(self.result_chunk(thread, j, vector), self.plan.result_period)
-            cute.autovec_copy(codes, sOut[None, place])
+            first, beside = self.result_chunk(thread, j, vector)
+            cute.autovec_copy(codes, sOut[None, swizzled_beside(first, beside, self.plan.result_period)])
 
-    def result_chunk(self, thread: Int32, j: int, vector: int) -> Int32:
-        """Where in the team's result the j-th chunk of a thread belongs."""
+    def result_chunk(self, thread: Int32, j: int, vector: int) -> tuple[Int32, int]:
+        """Where in the team's result the j-th chunk of a thread belongs, as a sum."""
         per_strip = self.plan.strip // vector
         if self.plan.exchanges:
             return exchanged_chunk(thread, j, per_strip)
-        return thread * per_strip + j
+        return thread * per_strip, j
 
 
 class KeyStrips:
@@ -393,8 +394,28 @@ def packed_piece(sX: cute.Tensor, number: Int32, chunks_per_strip: int) -> cute.
     return found
 
 
+def strip_piece(sX: cute.Tensor, thread: Int32, i: int, chunks: int) -> cute.Tensor:
+    """The i-th 8 elements of a thread's strip, which has so many chunks."""
+    per_piece = COLUMNS // cute.size(sX, mode=[0])
+    found = cute.make_rmem_tensor((COLUMNS // per_piece, per_piece), sX.element_type)
+    for j in range(per_piece):
+        place = swizzled_beside(thread * chunks, i * per_piece + j, chunks)
+        cute.autovec_copy(sX[None, place], found[None, j])
+    return cute.make_tensor(found.iterator, cute.make_layout(COLUMNS))
+
+
 def widened(values: cute.Tensor) -> cute.Tensor:
     """The same as float32."""
     wide = cute.make_rmem_tensor(cute.size(values), Float32)
-    wide.store(values.load().to(Float32))
+    widen(values, wide)
     return wide
+
+
+def widen(values: cute.Tensor, wide: cute.Tensor) -> None:
+    """values (n,) to wide (n,) float32. A bfloat16 is the upper half of a float32: one operation each, where a conversion takes two."""
+    if values.element_type is not ELEMENT_TYPES[DType.BF16]:
+        wide.store(values.load().to(Float32))
+        return
+    pairs, bits = cute.recast_tensor(values, Int32), cute.recast_tensor(wide, Int32)
+    for i in range(cute.size(pairs)):
+        bits[2 * i], bits[2 * i + 1] = pairs[i] << 16, pairs[i] & UPPER_HALF
