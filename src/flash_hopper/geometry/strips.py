@@ -54,8 +54,9 @@ def piece_column(thread: Int, i: int, pieces: int, columns: int) -> Int:
     """Which `COLUMNS` elements of its row the i-th of a thread's `pieces` are, where a row has `columns`."""
     if pieces % columns == 0:
         return i % columns
-    if columns % pieces == 0:
-        return (thread & (columns // pieces - 1)) * pieces + i
+    strips = columns // pieces
+    if columns % pieces == 0 and strips & (strips - 1) == 0:
+        return (thread & (strips - 1)) * pieces + i
     return (thread * pieces + i) % columns
 
 
