@@ -27,3 +27,12 @@ def to_operand_e4m3(acc: cute.Tensor, operand: cute.Tensor) -> None:
         row, first = word % 2, word // 2 * 8 + word % 2 * 2
         assert first == 4 * (word // 2 * 2) + 2 * row, "columns 8 i + 2 q and 8 (i + 1) + 2 q of the row"
         packed[word] = pack_e4m3(s[first], s[first + 1], s[first + 4], s[first + 5])
+
+
+def anew(thread: Int32, known: Int32) -> Int32:
+    """The same thread, as a number that is not there before `known` is, which is not negative and of this block or tile.
+
+    Otherwise places in memory, computed from the thread alone, are kept in registers from block to block, more than there are
+    (up to 188 bytes a thread were spilled).
+    """
+    return thread + (known >> 31)

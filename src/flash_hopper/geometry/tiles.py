@@ -15,6 +15,12 @@ from flash_hopper.geometry.blocks import WARPGROUP_ROWS as BAND_ROWS
 SECTION_BYTES = 32 << 20
 SECTION_PAIRS = 16
 
+# Of the backward by keys, Q, dO and the accumulator of dQ, to which a section's tiles come back; never fewer tiles than two for each
+# CTA. Head dim 64, 1k: 281 TFLOP/s with 128 pairs, 312 with 64 or fewer; 4k: 458 with 64, 481 with 16, 468 with 1; head dim 128, 16k:
+# 626 with 16, 641 with 1 or 2 (H200, 2026-11, docs/findings/causal_order.md).
+KEY_SECTION_BYTES = 16 << 20
+KEY_SECTION_ROUNDS = 2
+
 
 class TileCoord(NamedTuple):
     """Which output tile: block of query rows (or of keys), head, batch entry."""
@@ -42,26 +48,34 @@ def tile_coord(
     return TileCoord(blocks - 1 - rank if is_descending else rank, pair - batch_idx * heads, batch_idx)
 
 
-def heads_per_section(key_bytes: int, is_uneven: bool, heads: int, batch: int, qhead_per_kvhead: int) -> int:
-    """How many (batch, head) pairs share a section. `key_bytes`: K and V of one key head of one batch entry, or what a window
-    sees of them.
+def heads_per_section(
+    pair_bytes: int,
+    is_uneven: bool,
+    heads: int,
+    batch: int,
+    qhead_per_kvhead: int,
+    most_bytes: int = SECTION_BYTES,
+    least_pairs: int = SECTION_PAIRS,
+) -> int:
+    """How many (batch, head) pairs share a section. `pair_bytes`: what the tiles of a pair come back to, as K and V of one key head
+    of one batch entry, or what a window sees of them.
 
     Full attention runs head by head: interleaving heads cost 1-4 % (H200, 2026-11). Where tiles are uneven, causal or at the
-    start of a window, what fits `SECTION_BYTES` is interleaved, query heads of one key head counted once, and at least
-    `SECTION_PAIRS`: the last tiles are then the short ones.
+    start of a window, what fits `most_bytes` is interleaved, query heads of one key head counted once, and at least
+    `least_pairs`: the last tiles are then the short ones.
     """
     if not is_uneven:
         return 1
-    pairs = SECTION_BYTES // max(key_bytes, 1) * qhead_per_kvhead
-    return max(1, min(heads * batch, max(pairs, SECTION_PAIRS)))
+    pairs = most_bytes // max(pair_bytes, 1) * qhead_per_kvhead
+    return max(1, min(heads * batch, max(pairs, least_pairs)))
 
 
-def rows_per_section(row_bytes: int, is_uneven: bool) -> int:
+def rows_per_section(row_bytes: int, is_uneven: bool, most_bytes: int = SECTION_BYTES) -> int:
     """Of a ragged batch: how many rows of all heads together may share a section; 0 where heads run one after the other.
 
-    `row_bytes`: of one row of one head, keys and values.
+    `row_bytes`: what tiles come back to for each row of one head, as keys and values.
     """
-    return SECTION_BYTES // max(row_bytes, 1) if is_uneven else 0
+    return most_bytes // max(row_bytes, 1) if is_uneven else 0
 
 
 def sequence_section(rows: Int, length: Int, heads: Int, group: Int) -> Int:

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 
 from flash_hopper.compile.store import get_kernel
-from flash_hopper.geometry.arith import round_up
+from flash_hopper.geometry.arith import ceil_div, round_up
 from flash_hopper.geometry.masks import kernel_bounds
-from flash_hopper.geometry.tiles import heads_per_section, rows_per_section
+from flash_hopper.geometry.tiles import KEY_SECTION_BYTES, KEY_SECTION_ROUNDS, heads_per_section, rows_per_section
 from flash_hopper.launch.device import device_facts, tile_counter
 from flash_hopper.launch.ragged import (
     RaggedArgs,
@@ -28,6 +28,7 @@ from flash_hopper.launch.sequences import Sequences
 from flash_hopper.launch.tensors import addressable
 from flash_hopper.plan.backward import STATISTICS_ROWS, BackwardPlans, BackwardRequest, plan_backward
 from flash_hopper.problem.attention import AttentionProblem
+from flash_hopper.problem.dtypes import DType
 from flash_hopper.problem.mask import Mask
 
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
@@ -199,19 +200,31 @@ class PreparedBackward:
     def _grid(self, by_keys: bool, tile_rows: int) -> tuple[int, int]:
         """How many CTAs may run, and how many heads (of a ragged batch: rows) run side by side, for tiles of queries or of
         keys."""
-        p, plan = self.problem, self.plans.dkdv
-        heads, group, length, rows = p.heads, p.qhead_per_kvhead, p.seqlen_k, p.rows_q
+        return self._grid_of_keys(tile_rows) if by_keys else self._grid_of_queries(tile_rows)
+
+    def _grid_of_queries(self, tile_rows: int) -> tuple[int, int]:
+        p = self.problem
         row_bytes = (p.head_dim + p.head_dim_v) * p.dtype.itemsize
-        if by_keys:
-            assert plan is not None, "dK and dV are asked for"
-            visited = 1 if plan.adds_dkdv else group  # query heads of a tile
-            heads, group, length, rows = p.heads if plan.adds_dkdv else p.heads_k, 1, p.seqlen_q, p.rows_k
-            row_bytes *= visited
         is_uneven = self.mask.kind in ("causal", "local")
-        if p.ragged is None:
-            reach = self.mask.reach(length)
-            return self.ctas, heads_per_section(reach * row_bytes, is_uneven, heads, p.batch, group)
-        return min(self.ctas, most_tiles(rows, p.batch, tile_rows) * heads), rows_per_section(row_bytes, is_uneven)
+        if p.ragged is not None:
+            tiles = most_tiles(p.rows_q, p.batch, tile_rows) * p.heads
+            return min(self.ctas, tiles), rows_per_section(row_bytes, is_uneven)
+        pair_bytes = self.mask.reach(p.seqlen_k) * row_bytes
+        return self.ctas, heads_per_section(pair_bytes, is_uneven, p.heads, p.batch, p.qhead_per_kvhead)
+
+    def _grid_of_keys(self, tile_rows: int) -> tuple[int, int]:
+        p, plan = self.problem, self.plans.dkdv
+        assert plan is not None, "dK and dV are asked for"
+        heads, visited = (p.heads, 1) if plan.adds_dkdv else (p.heads_k, p.qhead_per_kvhead)  # query heads of a tile
+        accumulated = plan.tile_hdim * DType.FP32.itemsize if plan.adds_dq else 0
+        row_bytes = ((p.head_dim + p.head_dim_v) * p.dtype.itemsize + accumulated) * visited
+        is_uneven = self.mask.kind in ("causal", "local")
+        if p.ragged is not None:
+            tiles = most_tiles(p.rows_k, p.batch, tile_rows) * heads
+            return min(self.ctas, tiles), rows_per_section(row_bytes, is_uneven, KEY_SECTION_BYTES)
+        pair_bytes = self.mask.reach(p.seqlen_q) * row_bytes
+        least = KEY_SECTION_ROUNDS * self.ctas // max(1, ceil_div(p.seqlen_k, tile_rows))
+        return self.ctas, heads_per_section(pair_bytes, is_uneven, heads, p.batch, 1, KEY_SECTION_BYTES, least)
 
     def _counter(self) -> torch.Tensor | None:
         is_dynamic = self.mask.kind != "full" and self.problem.ragged is None

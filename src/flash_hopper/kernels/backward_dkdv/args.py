@@ -42,7 +42,8 @@ class DkdvAtoms(NamedTuple):
     tma_statistics: cute.CopyAtom
     tma_dk: cute.CopyAtom | None  # None if dK and dV are added in memory
     tma_dv: cute.CopyAtom | None
-    mma_s: cute.TiledMma  # 64 x tile_m: K Q^T and V dO^T, both from shared memory
+    mma_s: cute.TiledMma  # 64 x tile_m: K Q^T, both from shared memory
+    mma_dp: cute.TiledMma  # the same shape: V dO^T, V from registers if plan.v_in_registers
     mma_dk: cute.TiledMma  # 64 x tile_hdim: dS^T Q, dS^T from registers
     mma_dv: cute.TiledMma  # 64 x tile_hdimv: P^T dO, P^T from registers
     mma_dq: cute.TiledMma  # 64 x 64: dS K, both from shared memory

@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from flash_hopper.device.dsl import ELEMENT_TYPES, Float32, Int32, cute
+from flash_hopper.device.dsl import ELEMENT_TYPES, Float32, Int32, cute, warp
 from flash_hopper.device.gemm import issue
 from flash_hopper.device.layouts import acc_as_operand_a, transposed
 from flash_hopper.kernels.backward_dkdv.args import DkdvAtoms, SharedTensors
@@ -24,7 +24,7 @@ class ScoreSide(NamedTuple):
 class GradSide(NamedTuple):
     """From dO and V to dS^T, and dS^T Q to dK."""
 
-    tPrV: cute.Tensor  # (MMA, M, K) in shared memory
+    tPrV: cute.Tensor  # (MMA, M, K) in shared memory, or in registers
     tPrdO: cute.Tensor  # (MMA, N, K, stage) in shared memory
     tKrdS: cute.Tensor  # (MMA, M, K) in registers, 16 bit
     tKrQ: cute.Tensor  # (MMA, N, K, stage) in shared memory, transposed
@@ -74,16 +74,31 @@ def score_side(plan: BackwardDkdvPlan, atoms: DkdvAtoms, shared: SharedTensors, 
 
 def grad_side(plan: BackwardDkdvPlan, atoms: DkdvAtoms, shared: SharedTensors, band: Int32) -> GradSide:
     """Fragments for dP^T, dS^T and dK of one band of keys."""
-    s, dk = atoms.mma_s.get_slice(0), atoms.mma_dk.get_slice(0)
-    acc_dP = _accumulator(atoms.mma_s, plan.tile_m)
+    dp, dk = atoms.mma_dp.get_slice(0), atoms.mma_dk.get_slice(0)
+    acc_dP = _accumulator(atoms.mma_dp, plan.tile_m)
+    if plan.v_in_registers:
+        shape = atoms.mma_dp.partition_shape_A((WG_KEYS, plan.tile_hdimv))
+        values = cute.make_rmem_tensor(shape, ELEMENT_TYPES[plan.dtype])
+    else:
+        values = atoms.mma_dp.make_fragment_A(dp.partition_A(shared.sV))[None, None, None, band]
     return GradSide(
-        tPrV=atoms.mma_s.make_fragment_A(s.partition_A(shared.sV))[None, None, None, band],
-        tPrdO=atoms.mma_s.make_fragment_B(s.partition_B(shared.sdO)),
+        tPrV=values,
+        tPrdO=atoms.mma_dp.make_fragment_B(dp.partition_B(shared.sdO)),
         tKrdS=cute.make_rmem_tensor(acc_as_operand_a(acc_dP.layout), ELEMENT_TYPES[plan.dtype]),
         tKrQ=atoms.mma_dk.make_fragment_B(dk.partition_B(transposed(shared.sQ))),
         acc_dP=acc_dP,
         acc_dK=_accumulator(atoms.mma_dk, plan.tile_hdim),
     )
+
+
+def load_values(
+    plan: BackwardDkdvPlan, atoms: DkdvAtoms, shared: SharedTensors, side: GradSide, band: Int32, thread: Int32
+) -> None:
+    """V of a band of keys, which is there, to registers, if that is where dP's product takes it from."""
+    if plan.v_in_registers:
+        load_matrix = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), ELEMENT_TYPES[plan.dtype])
+        s2r = cute.make_tiled_copy_A(load_matrix, atoms.mma_dp).get_slice(thread)
+        cute.copy(s2r, s2r.partition_S(shared.sV[None, None, band]), s2r.retile(side.tPrV))
 
 
 def issue_s(atoms: DkdvAtoms, side: ScoreSide, stage: Int32) -> None:
@@ -98,7 +113,7 @@ def issue_dv(atoms: DkdvAtoms, side: ScoreSide, do_state: Any) -> None:
 
 def issue_dp(atoms: DkdvAtoms, side: GradSide, do_state: Any) -> None:
     """dP^T = V dO^T."""
-    issue(atoms.mma_s, side.acc_dP, side.tPrV, side.tPrdO[None, None, None, do_state.index], True)
+    issue(atoms.mma_dp, side.acc_dP, side.tPrV, side.tPrdO[None, None, None, do_state.index], True)
 
 
 def issue_dk(atoms: DkdvAtoms, side: GradSide, q_state: Any) -> None:

@@ -13,7 +13,7 @@ from flash_hopper.device.gemm import issue
 from flash_hopper.device.layouts import acc_as_rows
 from flash_hopper.device.pipelines import await_full, consumer_state
 from flash_hopper.device.probabilities import grad_columns
-from flash_hopper.device.registers import to_operand
+from flash_hopper.device.registers import anew, to_operand
 from flash_hopper.kernels.backward_dkdv.args import Cursors, DkdvAtoms, Resources, SharedTensors
 from flash_hopper.kernels.backward_dkdv.consumer import KeyView, inner_visits, key_view, make_p
 from flash_hopper.kernels.backward_dkdv.epilogue import Epilogue
@@ -27,9 +27,10 @@ from flash_hopper.kernels.backward_dkdv.fragments import (
     issue_dp,
     issue_dv,
     issue_s,
+    load_values,
     score_side,
 )
-from flash_hopper.kernels.backward_dkdv.schedule import query_schedule
+from flash_hopper.kernels.backward_dkdv.schedule import QuerySchedule, query_schedule
 from flash_hopper.plan.backward import BackwardDkdvPlan
 from flash_hopper.plan.roles import TILE_SLOTS
 
@@ -55,20 +56,22 @@ class FusedConsumer:
         tile_state.advance()
         while tile.block >= 0:
             pipes.keys.consumer_wait(keys_state)
+            load_values(plan, atoms, shared, grads, wg, thread)
             at = self.tile(resources, scores, grads, dq, tile, at, wg, thread)
             pipes.keys.consumer_release(keys_state)  # the next tile's keys load during this epilogue
             keys_state.advance()
+            lane = anew(thread, at.q.index)
             if const_expr(plan.adds_dkdv or plan.accumulates):
                 if const_expr(plan.adds_dkdv):
-                    self.mail_keys(shared, scores.acc_dV, plan.tile_hdimv, wg, thread)
-                    self.mail_keys(shared, grads.acc_dK, plan.tile_hdim, wg, thread)
+                    self.mail_keys(shared, scores.acc_dV, plan.tile_hdimv, wg, lane)
+                    self.mail_keys(shared, grads.acc_dK, plan.tile_hdim, wg, lane)
                 else:
-                    self.epilogue.add(scores.acc_dV, Float32(1.0), args, args.mdV, tile, wg, thread)
-                    self.epilogue.add(grads.acc_dK, args.scale, args, args.mdK, tile, wg, thread)
+                    self.epilogue.add(scores.acc_dV, Float32(1.0), args, args.mdV, tile, wg, lane)
+                    self.epilogue.add(grads.acc_dK, args.scale, args, args.mdK, tile, wg, lane)
                 mail_wait(wg, is_full=False)  # the mailbox is this warpgroup's at a tile's start
                 all_consumers_sync(2)  # both warpgroups have finished their wgmmas on dS
             else:
-                self.store_keys(resources, scores, grads, tile, wg, thread)
+                self.store_keys(resources, scores, grads, tile, wg, lane)
             tile = pipes.tiles.read(tile_state)
             tile_state.advance()
 
@@ -115,15 +118,23 @@ class FusedConsumer:
         inner = inner_visits(self.plan, view, order)
         # Masked blocks, then inner ones and those after them. The inner blocks' loop stands first all the same: ptxas makes
         # the descriptors of a second loop from halves (head dim 128: 40 instructions a step more).
-        for part in cutlass.range(1 if self.plan.mask == "full" else 0, 2, unroll=1):
+        for part in cutlass.range(2, unroll=1):
             cut = part * inner.end
             for i in cutlass.range(inner.first, cut, unroll=1):
                 has_next = i + 1 < order.count
-                at = self.step(resources, scores, grads, dq, view, at, order.visit(i), i, has_next, False, wg, thread)
+                at = self.step(
+                    resources, scores, grads, dq, view, at, self.block(order, i), i, has_next, False, wg, thread
+                )
             for i in cutlass.range(cut, cutlass.select_(part == 0, inner.first, order.count), unroll=1):
                 has_next = i + 1 < order.count
-                at = self.step(resources, scores, grads, dq, view, at, order.visit(i), i, has_next, True, wg, thread)
+                at = self.step(
+                    resources, scores, grads, dq, view, at, self.block(order, i), i, has_next, True, wg, thread
+                )
         return at
+
+    def block(self, order: QuerySchedule, i: Int32) -> Int32:
+        """The block that is visited as number `i`, as far as a mask needs to know: nothing of full attention depends on rows."""
+        return Int32(0) if self.plan.mask == "full" else order.start + i
 
     @cute.jit
     def step(
@@ -140,7 +151,9 @@ class FusedConsumer:
             issue_s(atoms, scores, at.q.index)
         await_full(pipes.do, at.do)
         issue_dp(atoms, grads, at.do)
-        if const_expr(not self.is_ahead):
+        # Ahead, S is there. The wait keeps exponentials from going between the products of dP, which would end late; with masks,
+        # whose branch does the same to what follows, it costs more than it gives.
+        if const_expr(not self.is_ahead or plan.mask == "full"):
             warpgroup.wait_group(1)  # S
         make_p(plan, args, shared, scores.acc_S, view, at.q.index, m_block, is_masked)
         if const_expr(plan.tile_m <= 64):  # dV runs while dS is made, where registers allow

@@ -161,15 +161,20 @@ class BackwardDkdvKernel:
         memory, both operands transposed by the hardware."""
         plan, dtype = self.plan, ELEMENT_TYPES[self.plan.dtype]
         k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
-        scores = make_trivial_tiled_mma(dtype, dtype, k_major, k_major, Float32, (1, 1, 1), (WG_KEYS, plan.tile_m))
-        dk, dv = (
+        source = warpgroup.OperandSource
+        scores, dp = (
             make_trivial_tiled_mma(
-                dtype, dtype, k_major, mn_major, Float32, (1, 1, 1), (WG_KEYS, cols), warpgroup.OperandSource.RMEM
+                dtype, dtype, k_major, k_major, Float32, (1, 1, 1), (WG_KEYS, plan.tile_m),
+                source.RMEM if in_registers else source.SMEM,
             )
+            for in_registers in (False, plan.v_in_registers)
+        )  # fmt: skip
+        dk, dv = (
+            make_trivial_tiled_mma(dtype, dtype, k_major, mn_major, Float32, (1, 1, 1), (WG_KEYS, cols), source.RMEM)
             for cols in (plan.tile_hdim, plan.tile_hdimv)
         )
         dq = make_trivial_tiled_mma(dtype, dtype, mn_major, mn_major, Float32, (1, 1, 1), (64, 64))
-        return scores, dk, dv, dq
+        return scores, dp, dk, dv, dq
 
     @cute.kernel
     def kernel(self, args: DkdvArgs, atoms: DkdvAtoms, tiles: TileLayouts):

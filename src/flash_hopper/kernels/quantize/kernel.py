@@ -20,6 +20,7 @@ from flash_hopper.device.dsl import (
     make_fake_tensor,
 )
 from flash_hopper.device.ptx import copy_async_16
+from flash_hopper.device.registers import anew
 from flash_hopper.geometry.arith import maximum, minimum
 from flash_hopper.geometry.strips import BLOCK_ROWS, CHUNK_BYTES, swizzled_pass, transposed_chunk
 from flash_hopper.kernels.quantize.args import BLOCK_INTS, Block, LengthArgs, RotaryArgs, ScaleArgs
@@ -363,15 +364,6 @@ def chunks_of_rows(
     first = cute.local_tile(g[row, None], (size,), (column,))
     whole = cute.make_tensor(first.iterator, cute.make_layout((size, rows), stride=(1, step * g.stride[0])))
     return [whole[None, i] for i in range(rows)]
-
-
-def anew(thread: Int32, known: Int32) -> Int32:
-    """The same thread, as a number that is not there before `known` is, which is not negative and of this block.
-
-    Otherwise places in memory, computed from the thread alone, are kept in registers from block to block, more than there are
-    (up to 188 bytes a thread were spilled).
-    """
-    return thread + (known >> 31)
 
 
 def bits_of(value: Float32) -> Int32:

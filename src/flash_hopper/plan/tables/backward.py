@@ -16,7 +16,10 @@ class DqTile:
 
 @dataclass(frozen=True, slots=True)
 class DkdvTile:
-    """Key-parallel kernel: m query rows a step, n keys, stages of Q and of dO."""
+    """Key-parallel kernel: m query rows a step, n keys, stages of Q and of dO.
+
+    v_in_registers: dP's product takes V from there, where the plan has room for it.
+    """
 
     m: int
     n: int
@@ -24,6 +27,7 @@ class DkdvTile:
     do_stages: int
     splits_roles: bool = False
     is_deferred: bool = False
+    v_in_registers: bool = False
 
 
 # (head dim up to, head dim of v up to, tile for full attention, for masks); H200, 2026-11, docs/findings/backward.md
@@ -54,7 +58,7 @@ def choose_dkdv_tile(hdim: int, hdimv: int) -> DkdvTile:
 
 # Key-parallel kernel that also adds up dQ; head dims beyond the last row use the two-kernel route.
 FUSED_ROWS = (
-    (64, 64, DkdvTile(128, 128, 3, 2)),
+    (64, 64, DkdvTile(128, 128, 3, 2, v_in_registers=True)),
     (128, 128, DkdvTile(64, 128, 3, 2)),
 )
 
