@@ -294,13 +294,8 @@ def _dkdv_plan(
         mask=mask,
         is_ragged=problem.ragged is not None,
         accumulates=request.accumulates and not adds_dkdv,
-        v_in_registers=tile.v_in_registers and _has_room_for_v(problem, mask, adds_dkdv),
+        v_in_registers=tile.causal_v_in_registers and mask == "causal" and problem.ragged is None and not adds_dkdv,
     )
-
-
-def _has_room_for_v(problem: AttentionProblem, mask: MaskKind, adds_dkdv: bool) -> bool:
-    """Whether what else a thread keeps from block to block leaves registers for V: 8 to 152 bytes were spilled otherwise."""
-    return mask == "full" or (mask == "causal" and problem.ragged is None and not adds_dkdv)
 
 
 def _dq_plan(problem: AttentionProblem, request: BackwardRequest, hdim: int, hdimv: int) -> BackwardDqPlan:

@@ -18,7 +18,8 @@ class DqTile:
 class DkdvTile:
     """Key-parallel kernel: m query rows a step, n keys, stages of Q and of dO.
 
-    v_in_registers: dP's product takes V from there, where the plan has room for it.
+    causal_v_in_registers: in causal attention to a dense batch with a key head for each query head dP's product takes V from
+    there. Other masks and batches need the registers (8 to 152 bytes a thread were spilled), and full attention is faster without.
     """
 
     m: int
@@ -27,7 +28,7 @@ class DkdvTile:
     do_stages: int
     splits_roles: bool = False
     is_deferred: bool = False
-    v_in_registers: bool = False
+    causal_v_in_registers: bool = False
 
 
 # (head dim up to, head dim of v up to, tile for full attention, for masks); H200, 2026-11, docs/findings/backward.md
@@ -58,7 +59,7 @@ def choose_dkdv_tile(hdim: int, hdimv: int) -> DkdvTile:
 
 # Key-parallel kernel that also adds up dQ; head dims beyond the last row use the two-kernel route.
 FUSED_ROWS = (
-    (64, 64, DkdvTile(128, 128, 3, 2, v_in_registers=True)),
+    (64, 64, DkdvTile(128, 128, 3, 2, causal_v_in_registers=True)),
     (128, 128, DkdvTile(64, 128, 3, 2)),
 )
 
