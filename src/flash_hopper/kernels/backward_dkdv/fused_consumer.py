@@ -133,8 +133,8 @@ class FusedConsumer:
         return at
 
     def block(self, order: QuerySchedule, i: Int32) -> Int32:
-        """The block that is visited as number `i`, as far as a mask needs to know: nothing of full attention depends on rows."""
-        return Int32(0) if self.plan.mask == "full" else order.start + i
+        """The block that is visited as number `i`. Masks start at the first one, so that nothing wraps."""
+        return order.visit(i) if self.plan.mask == "full" else order.start + i
 
     @cute.jit
     def step(

@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from flash_hopper.device.dsl import Int32, cute
+from flash_hopper.device.dsl import Int32, cute, cutlass
 from flash_hopper.device.sequences import make_batch
 from flash_hopper.geometry.arith import ceil_div
 from flash_hopper.geometry.blocks import query_blocks
@@ -17,6 +17,11 @@ class QuerySchedule(NamedTuple):
     count: Int32
     start: Int32
     end: Int32
+
+    def visit(self, i: Int32) -> Int32:
+        """The block visited as number `i` of a head, from 0."""
+        block = self.first + i
+        return block - cutlass.select_(block < self.end, 0, self.count)
 
     @cute.jit
     def after(self, m_block: Int32) -> Int32:
