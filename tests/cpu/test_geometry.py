@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 from flash_hopper.geometry.arith import ceil_div, clamp, maximum, minimum, round_up
 from flash_hopper.geometry.blocks import WARPGROUP_ROWS, Blocks, key_blocks, query_blocks, warpgroup_blocks
 from flash_hopper.geometry.masks import UNBOUNDED, Lengths, MaskBounds, visible_keys, visible_queries
-from flash_hopper.geometry.tiles import SECTION_BYTES, SECTION_PAIRS, TileCoord, heads_per_section, shares, tile_coord
+from flash_hopper.geometry.tiles import (
+    KEY_SECTION_BYTES,
+    SECTION_BYTES,
+    TileCoord,
+    heads_per_section,
+    shares,
+    tile_coord,
+)
 from flash_hopper.problem.mask import Mask
 
 LENGTHS = range(8)
@@ -304,22 +311,26 @@ def test_tiles_of_keys_are_handed_out_once_from_the_longest_causal_tile_to_the_s
 
 
 @given(
-    key_bytes=st.integers(0, 1 << 40),
+    pair_bytes=st.integers(0, 1 << 40),
     is_uneven=st.booleans(),
     heads_k=st.integers(1, 64),
     group=st.integers(1, 16),
     batch=st.integers(1, 1000),
+    most_bytes=st.sampled_from([SECTION_BYTES, KEY_SECTION_BYTES]),
+    least_pairs=st.integers(0, 300),
 )
-def test_a_section_fits_l2_or_has_the_least_number_of_pairs(key_bytes, is_uneven, heads_k, group, batch):
+def test_a_section_fits_l2_or_has_the_least_number_of_pairs(
+    pair_bytes, is_uneven, heads_k, group, batch, most_bytes, least_pairs
+):
     heads = heads_k * group
-    section = heads_per_section(key_bytes, is_uneven, heads, batch, group)
+    section = heads_per_section(pair_bytes, is_uneven, heads, batch, group, most_bytes, least_pairs)
     assert 1 <= section <= heads * batch
     if not is_uneven:
         assert section == 1
-    elif section > SECTION_PAIRS:
-        assert section * key_bytes <= SECTION_BYTES * group
+    elif section > max(least_pairs, 1):
+        assert section * pair_bytes <= most_bytes * group
     else:
-        assert section == min(SECTION_PAIRS, heads * batch)
+        assert section == min(max(least_pairs, 1), heads * batch)
 
 
 @given(a=st.integers(-(10**6), 10**6), b=st.integers(1, 1000), low=st.integers(-100, 100), high=st.integers(-100, 100))
