@@ -149,12 +149,14 @@ def float32_sums(plan, report):
 
 @each(DKDV)
 def test_the_products_of_the_key_parallel_kernel_are_whole_warpgroup_mmas(plan, kernels):
-    """S and dP from shared memory, dK and dV with the left operand in registers, dQ, if at all, from shared memory."""
+    """S and dP from shared memory, dK and dV with the left operand in registers, dQ, if at all, from shared memory; dP like dK
+    if V is in registers."""
     report = kernels.report(plan)
     assert float32_sums(plan, report)
     found = products(report)
     scores, dk, dv, dq = (plan.tile_m, "SS"), (plan.tile_hdim, "RS"), (plan.tile_hdimv, "RS"), (64, "SS")
-    assert set(found) == {scores, dk, dv} | ({dq} if plan.adds_dq else set())
+    dp = (plan.tile_m, "RS" if plan.v_in_registers else "SS")
+    assert set(found) == {scores, dp, dk, dv} | ({dq} if plan.adds_dq else set())
     depth = {
         "s": plan.tile_hdim // 16,
         "dp": plan.tile_hdimv // 16,
@@ -163,7 +165,12 @@ def test_the_products_of_the_key_parallel_kernel_are_whole_warpgroup_mmas(plan, 
     }
     assert found[dk] % depth["grads"] == found[dv] % depth["grads"] == 0
     from_shared = found[scores] + (found[dq] if plan.adds_dq and dq != scores else 0)
-    assert from_shared >= depth["s"] + depth["dp"] + (depth["dq"] if plan.adds_dq else 0)
+    expected = depth["s"] + (depth["dq"] if plan.adds_dq else 0)
+    if plan.v_in_registers:
+        assert dp not in (dk, dv) and found[dp] % depth["dp"] == 0
+    else:
+        expected += depth["dp"]
+    assert from_shared >= expected
 
 
 @each(DQ)
