@@ -33,7 +33,7 @@ from flash_hopper.testing.plots import plot_rows
 from flash_hopper.testing.provider_base import Prepared, make_inputs
 from flash_hopper.testing.providers import MAKERS
 from flash_hopper.testing.tables import render_table, render_tables, update_tables
-from flash_hopper.testing.timing import burst, host_cost, steady
+from flash_hopper.testing.timing import burst, host_cost, rested, steady
 
 
 class SimulatedQueue:
@@ -106,6 +106,23 @@ def test_burst_rests_and_holds_the_gpu_before_each_group(monkeypatch):
     burst({"a": queue.kernel("a", 1.0)}, queue, rounds=2 * timing.ROUNDS_PER_GROUP + 1, pause_s=0.15)
     assert rests == [0.15] * 3
     assert queue.log.count("hold") == 3
+
+
+def test_from_rest_every_launch_is_alone_behind_a_rest_and_a_flush_and_rounds_differ_in_their_order(monkeypatch):
+    queue = SimulatedQueue()
+    monkeypatch.setattr(timing.time, "sleep", lambda seconds: queue.log.append(f"rest {seconds:.3f}"))
+    calls = {name: queue.kernel(name, us) for name, us in (("a", 10.0), ("b", 25.0), ("c", 40.0))}
+    timings = rested(calls, queue, launches=9, rest_s=0.012)
+    assert {name: t.us for name, t in timings.items()} == pytest.approx({"a": 10.0, "b": 25.0, "c": 40.0})
+    assert all(len(t.samples) == 9 for t in timings.values())
+    log = queue.log[queue.log.index("rest 0.120") + 1 :]  # behind the warm-up
+    steps = [log[i : i + 5] for i in range(0, len(log), 5)]
+    assert {(rest, hold, flush, end) for rest, hold, flush, _, end in steps} == {
+        ("rest 0.012", "hold", "flush", "synchronize")
+    }
+    order = [step[3] for step in steps]
+    rounds = [tuple(order[i : i + 3]) for i in range(0, 27, 3)]
+    assert all(sorted(names) == ["a", "b", "c"] for names in rounds) and len(set(rounds)) > 2
 
 
 def test_burst_reports_the_median():

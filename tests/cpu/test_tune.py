@@ -97,7 +97,7 @@ def measured(us_of=times, plans=PLANS, rounds=5, progress=quiet, call_of=FakeGpu
     gpu, tuning = FakeGpu(us_of), Tuning(plans)
     tuning.leave_out(reasons or {})
     tuning.check(partial(call_of, gpu), quiet)
-    tuning.measure(gpu, progress, rounds=rounds, pause_s=0.0)
+    tuning.measure(gpu, progress, rounds=rounds, rest_s=0.0)
     return tuning, gpu
 
 
@@ -169,7 +169,7 @@ def test_an_interrupt_keeps_what_was_measured(after):
     tuning.check(gpu.call_of, quiet)
     assert tuning.results() == []
     with pytest.raises(KeyboardInterrupt):
-        tuning.measure(gpu, interrupted, rounds=9, pause_s=0.0)
+        tuning.measure(gpu, interrupted, rounds=9, rest_s=0.0)
     results = tuning.results()
     assert len(results) == min(1 + after * tune.TOGETHER, len(PLANS))
     assert PLANS[0] in {m.plan for m in results}

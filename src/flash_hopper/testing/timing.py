@@ -1,4 +1,4 @@
-"""How long a call takes: the burst, graph, steady and host protocols.
+"""How long a call takes: the burst, graph, steady and host protocols, and launches from rest.
 
 Providers are given as functions without arguments and are timed in the same run. `GpuQueue` is all that touches the
 GPU; the protocols are plain Python above it and are tested against a simulated queue. Used by `bench` and `demo`;
@@ -6,6 +6,7 @@ GPU; the protocols are plain Python above it and are tested against a simulated 
 """
 
 import itertools
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -24,6 +25,7 @@ ROUNDS_PER_GROUP = 3
 WARMUP_CALLS = 3
 # 0.12-0.2 s of rest give every group the same cool clock; without it the order of providers decides (H200, 2026-11)
 PAUSE_S = 0.15
+REST_S = 0.012  # between two launches of a few milliseconds
 STEADY_S = 3.0
 STEADY_SETTLE_S = 0.5
 STEADY_CHUNK_S = 0.02
@@ -137,6 +139,37 @@ def burst(
         for name, start, end in marks:
             samples[name].append(queue.elapsed_us(start, end))
         done += group
+    return {name: Timing(statistics.median(times), tuple(times)) for name, times in samples.items()}
+
+
+def rested(
+    calls: Mapping[str, Call], queue: Queue, *, launches: int = ROUNDS, rest_s: float = REST_S
+) -> dict[str, Timing]:
+    """Time many variants of one kernel: each launch after the GPU has rested, with cold L2, in another order every round.
+
+    Median GPU time of `launches` each. In one group of `burst` ten variants that take milliseconds heat the GPU, and one and the same
+    kernel was up to 8 % faster or slower by its place among them; like this it differs by 0.2 % from itself (H200, 2026-11,
+    docs/findings/backward.md).
+    """
+    names = list(calls)
+    for name in names:
+        for _ in range(WARMUP_CALLS):
+            calls[name]()
+    queue.synchronize()
+    host_s = _host_seconds(calls, queue) / len(names)
+    time.sleep(10 * rest_s)
+    samples: dict[str, list[float]] = {name: [] for name in names}
+    draw = random.Random(launches)
+    for _ in range(launches):
+        for name in draw.sample(names, len(names)):
+            time.sleep(rest_s)
+            queue.hold(2 * host_s)
+            queue.flush_l2()
+            start = queue.record()
+            calls[name]()
+            end = queue.record()
+            queue.synchronize()
+            samples[name].append(queue.elapsed_us(start, end))
     return {name: Timing(statistics.median(times), tuple(times)) for name, times in samples.items()}
 
 

@@ -26,7 +26,7 @@ from flash_hopper.testing.bench_check import WrongResult
 from flash_hopper.testing.bench_suites import PAPER_HIDDEN, PAPER_TOKENS, BenchShape
 from flash_hopper.testing.compare import Target, compare, expect
 from flash_hopper.testing.provider_base import Inputs, first_line, make_inputs
-from flash_hopper.testing.timing import PAUSE_S, ROUNDS, ROUNDS_PER_GROUP, Call, Queue, burst
+from flash_hopper.testing.timing import REST_S, ROUNDS, ROUNDS_PER_GROUP, Call, Queue, rested
 
 FIRST_LAUNCHES = 3  # of each candidate, before the best are measured again
 TOGETHER = 12  # candidates that are measured in turn with the tables' plan in the first round
@@ -104,7 +104,7 @@ def left_out_by(plans: Sequence[ForwardPlan], reasons: dict[Plan, str]) -> dict[
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """GPU microseconds of a candidate and of the tables' plan in the same bursts, medians of so many launches each."""
+    """GPU microseconds of a candidate and of the tables' plan in the same rounds, medians of so many launches each."""
 
     plan: ForwardPlan
     us: float
@@ -146,12 +146,12 @@ class Tuning:
                 self.leave_out({plan: f"wrong: {wrong}"})
         progress("", len(waiting), len(waiting))
 
-    def measure(self, queue: Queue, progress: Progress, *, rounds: int = ROUNDS, pause_s: float = PAUSE_S) -> None:
+    def measure(self, queue: Queue, progress: Progress, *, rounds: int = ROUNDS, rest_s: float = REST_S) -> None:
         """Few launches of all that passed the check, then `rounds` of the best of them, in turn with the tables' plan."""
         others = [plan for plan in self._calls if plan != self.table]
         for start in range(0, len(others), TOGETHER):
             some = others[start : start + TOGETHER]
-            times = self._burst([self.table, *some], queue, FIRST_LAUNCHES, pause_s)
+            times = self._timed([self.table, *some], queue, FIRST_LAUNCHES, rest_s)
             table_us = statistics.median(times[self.table])
             for plan in some:
                 us = statistics.median(times[plan])
@@ -161,7 +161,7 @@ class Tuning:
         finalists = [self.table, *(m.plan for m in best)]
         for done in range(0, rounds, ROUNDS_PER_GROUP):
             launches = min(ROUNDS_PER_GROUP, rounds - done)
-            for plan, samples in self._burst(finalists, queue, launches, pause_s).items():
+            for plan, samples in self._timed(finalists, queue, launches, rest_s).items():
                 self._samples.setdefault(plan, []).extend(samples)
             progress(f"the best {len(best)}", done + launches, rounds)
 
@@ -187,11 +187,11 @@ class Tuning:
         best = next((m for m in self.results() if m.is_final), None)
         return best if best is not None and best.plan != self.table and best.gain >= MIN_GAIN else None
 
-    def _burst(
-        self, plans: list[ForwardPlan], queue: Queue, launches: int, pause_s: float
+    def _timed(
+        self, plans: list[ForwardPlan], queue: Queue, launches: int, rest_s: float
     ) -> dict[ForwardPlan, tuple[float, ...]]:
         calls = {plan.name: self._calls[plan] for plan in plans}
-        timings = burst(calls, queue, rounds=launches, pause_s=pause_s)
+        timings = rested(calls, queue, launches=launches, rest_s=rest_s)
         return {plan: timings[plan.name].samples for plan in plans}
 
 
