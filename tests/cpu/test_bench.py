@@ -4,11 +4,11 @@ import itertools
 import json
 import math
 import statistics
-from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 import torch
+from simulated_queue import SimulatedQueue
 from typer.testing import CliRunner
 
 from flash_hopper.cli.main import app
@@ -34,47 +34,6 @@ from flash_hopper.testing.provider_base import Prepared, make_inputs
 from flash_hopper.testing.providers import MAKERS
 from flash_hopper.testing.tables import render_table, render_tables, update_tables
 from flash_hopper.testing.timing import burst, host_cost, rested, steady
-
-
-class SimulatedQueue:
-    """A GPU that runs what it is given in order; times in microseconds. `log` lists what reached it."""
-
-    def __init__(self):
-        self.now = 0.0
-        self.log = []
-
-    def kernel(self, name, us):
-        def launch():
-            self.log.append(name)
-            self.now += us
-
-        return launch
-
-    def record(self):
-        return self.now
-
-    def elapsed_us(self, start, end):
-        return end - start
-
-    def synchronize(self):
-        self.log.append("synchronize")
-
-    def wait_for(self, mark):
-        assert mark <= self.now
-
-    def hold(self, seconds):
-        assert seconds > 0
-        self.log.append("hold")
-        self.now += 1e6 * seconds
-
-    def flush_l2(self):
-        self.log.append("flush")
-        self.now += 50.0
-
-    @contextmanager
-    def clocks(self):
-        with ClockSampler(lambda: Sample(1500.0, 690.0)) as sampler:
-            yield sampler
 
 
 def test_burst_measures_each_call_alone_with_a_flush_before_it():

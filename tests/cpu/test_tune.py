@@ -2,12 +2,12 @@
 
 import itertools
 import json
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
+from simulated_queue import SimulatedQueue
 from typer.testing import CliRunner
 
 from flash_hopper.cli import tune as command
@@ -38,11 +38,12 @@ from flash_hopper.testing.tune import (
 ENV = {"gpu": "NVIDIA H20", "date": "2026-11-30T01:02:03+00:00", "commit": "c0ffee"}
 
 
-class FakeGpu:
-    """Runs plans in order on a clock of its own, in microseconds; `log` lists what was launched."""
+class FakeGpu(SimulatedQueue):
+    """Runs plans; `us_of` says how long each takes."""
 
     def __init__(self, us_of):
-        self.now, self.us_of, self.log = 0.0, us_of, []
+        super().__init__()
+        self.us_of = us_of
 
     def call_of(self, plan):
         def call():
@@ -51,26 +52,10 @@ class FakeGpu:
 
         return call
 
-    def record(self):
-        return self.now
-
-    def elapsed_us(self, start, end):
-        return end - start
-
-    def synchronize(self):
-        pass
-
-    def wait_for(self, mark):
-        pass
-
-    def hold(self, seconds):
-        pass
-
-    def flush_l2(self):
-        self.now += 5.0
-
-    def clocks(self):
-        return nullcontext()
+    @property
+    def plans(self):
+        """Those that were launched, in order."""
+        return [entry for entry in self.log if not isinstance(entry, str)]
 
 
 def a_shape(**changes):
@@ -116,8 +101,8 @@ def test_everybody_is_launched_a_few_times_and_the_best_as_often_as_asked_in_tur
     by_stage = {m.plan: (m.launches, m.is_final) for m in tuning.results()}
     finalists = {PLANS[0], *PLANS[-FINALISTS:]}
     assert by_stage == {plan: ((7, True) if plan in finalists else (FIRST_LAUNCHES, False)) for plan in PLANS}
-    assert all(gpu.log.count(plan) >= by_stage[plan][0] for plan in PLANS)
-    last = gpu.log[-FINALISTS - 1 :]
+    assert all(gpu.plans.count(plan) >= by_stage[plan][0] for plan in PLANS)
+    last = gpu.plans[-FINALISTS - 1 :]
     assert set(last) == finalists
 
 
@@ -364,7 +349,7 @@ def test_an_interrupted_command_shows_and_stores_what_it_has_and_writes_no_row(g
     rows, tiles = tmp_path / "rows.json", tmp_path / "tiles.json"
 
     def us_of(plan):
-        if len(gpu.log) > 200:
+        if len(gpu.plans) > 200:
             raise KeyboardInterrupt
         return times(plan)
 
@@ -391,7 +376,7 @@ def test_a_file_that_cannot_take_the_row_is_refused_before_anything_is_measured(
     own_tiles.read_rows.cache_clear()
     with pytest.raises(ArgumentError, match=r"tiles\.json must hold"):
         run("--most", "40", "--write", str(tiles))
-    assert gpu.log == []
+    assert gpu.plans == []
 
 
 def test_without_a_hopper_gpu_the_command_says_so_and_what_goes(monkeypatch):

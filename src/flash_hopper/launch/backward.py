@@ -120,7 +120,7 @@ class PreparedBackward:
         )  # fmt: skip
         if self.dq is not None:
             assert self.plans.dq is not None, "its plan was compiled"
-            ctas, section = self._grid(by_keys=False, tile_rows=self.plans.dq.tile_m)
+            ctas, section = self._grid_of_queries(self.plans.dq.tile_m)
             self.dq(
                 given.q, given.k, given.v, given.dout, given.dq, statistics, self._counter(),
                 call and call.args(_OF_DQ),
@@ -150,7 +150,7 @@ class PreparedBackward:
                 for cols in (plan.tile_hdim, plan.tile_hdimv)
             )
             rows = _INPUTS_OF_DKDV
-        ctas, section = self._grid(by_keys=True, tile_rows=plan.tile_n)
+        ctas, section = self._grid_of_keys(plan.tile_n)
         self.dkdv(
             given.q, given.k, given.v, given.dout, dk_target, dv_target, statistics, accumulator, self._counter(),
             call and call.args(rows), *kernel_bounds(self.mask), p.softmax_scale, ctas, section,
@@ -197,34 +197,34 @@ class PreparedBackward:
         dkdv = self.plans.dkdv
         return (STATISTICS_ROWS, 1) if dkdv is None else (dkdv.tile_m, dkdv.tile_n)
 
-    def _grid(self, by_keys: bool, tile_rows: int) -> tuple[int, int]:
-        """How many CTAs may run, and how many heads (of a ragged batch: rows) run side by side, for tiles of queries or of
-        keys."""
-        return self._grid_of_keys(tile_rows) if by_keys else self._grid_of_queries(tile_rows)
+    @property
+    def _is_uneven(self) -> bool:
+        """Whether some tiles visit more blocks than others."""
+        return self.mask.kind in ("causal", "local")
 
     def _grid_of_queries(self, tile_rows: int) -> tuple[int, int]:
+        """How many CTAs may run, and how many heads (of a ragged batch: rows) run side by side, for tiles of queries."""
         p = self.problem
         row_bytes = (p.head_dim + p.head_dim_v) * p.dtype.itemsize
-        is_uneven = self.mask.kind in ("causal", "local")
         if p.ragged is not None:
             tiles = most_tiles(p.rows_q, p.batch, tile_rows) * p.heads
-            return min(self.ctas, tiles), rows_per_section(row_bytes, is_uneven)
+            return min(self.ctas, tiles), rows_per_section(row_bytes, self._is_uneven)
         pair_bytes = self.mask.reach(p.seqlen_k) * row_bytes
-        return self.ctas, heads_per_section(pair_bytes, is_uneven, p.heads, p.batch, p.qhead_per_kvhead)
+        return self.ctas, heads_per_section(pair_bytes, self._is_uneven, p.heads, p.batch, p.qhead_per_kvhead)
 
     def _grid_of_keys(self, tile_rows: int) -> tuple[int, int]:
+        """The same for tiles of keys."""
         p, plan = self.problem, self.plans.dkdv
         assert plan is not None, "dK and dV are asked for"
         heads, visited = (p.heads, 1) if plan.adds_dkdv else (p.heads_k, p.qhead_per_kvhead)  # query heads of a tile
         accumulated = plan.tile_hdim * DType.FP32.itemsize if plan.adds_dq else 0
         row_bytes = ((p.head_dim + p.head_dim_v) * p.dtype.itemsize + accumulated) * visited
-        is_uneven = self.mask.kind in ("causal", "local")
         if p.ragged is not None:
             tiles = most_tiles(p.rows_k, p.batch, tile_rows) * heads
-            return min(self.ctas, tiles), rows_per_section(row_bytes, is_uneven, KEY_SECTION_BYTES)
+            return min(self.ctas, tiles), rows_per_section(row_bytes, self._is_uneven, KEY_SECTION_BYTES)
         pair_bytes = self.mask.reach(p.seqlen_q) * row_bytes
         least = KEY_SECTION_ROUNDS * self.ctas // max(1, ceil_div(p.seqlen_k, tile_rows))
-        return self.ctas, heads_per_section(pair_bytes, is_uneven, heads, p.batch, 1, KEY_SECTION_BYTES, least)
+        return self.ctas, heads_per_section(pair_bytes, self._is_uneven, heads, p.batch, 1, KEY_SECTION_BYTES, least)
 
     def _counter(self) -> torch.Tensor | None:
         is_dynamic = self.mask.kind != "full" and self.problem.ragged is None

@@ -7,6 +7,7 @@ the tables, `candidates.py` and `own_tiles.py` whether a given layout can be.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from flash_hopper.geometry.blocks import WARPGROUP_ROWS
 from flash_hopper.plan.tables.forward import CHUNK_MAX_M, Tile
 from flash_hopper.problem.errors import CompileError
 from flash_hopper.problem.mask import MaskKind
@@ -23,12 +24,8 @@ REGISTERS = {1: (56, 256), 2: (40, 232), 3: (32, 160), 4: (32, 112)}
 OTHER_REGISTERS = 28
 
 HDIM_STEP = 32  # head dims are padded to this in shared memory: one 64-byte swizzle row of a 16-bit type
-WARPGROUP_ROWS = 64
-KEY_STEP, FEWEST_KEYS, MOST_KEYS = (
-    16,
-    32,
-    256,
-)  # 16 keys are a step of PV, 256 the widest QK; a chain of the softmax takes 32 or more
+KEY_STEP = 16  # a step of PV
+FEWEST_KEYS, MOST_KEYS = 32, 256  # what a chain of the softmax takes, and the widest QK
 MOST_Q_STAGES, MOST_KV_STAGES = 2, 8
 
 

@@ -5,6 +5,7 @@ All layouts that `budget.layout_fault` lets pass, in the order in which they are
 
 from itertools import product
 
+from flash_hopper.geometry.blocks import WARPGROUP_ROWS
 from flash_hopper.plan.budget import (
     FEWEST_KEYS,
     KEY_STEP,
@@ -12,7 +13,6 @@ from flash_hopper.plan.budget import (
     MOST_KV_STAGES,
     MOST_Q_STAGES,
     REGISTERS,
-    WARPGROUP_ROWS,
     Layout,
     choose_layout,
     layout_fault,

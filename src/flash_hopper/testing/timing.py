@@ -148,8 +148,7 @@ def rested(
     """Time many variants of one kernel: each launch after the GPU has rested, with cold L2, in another order every round.
 
     Median GPU time of `launches` each. In one group of `burst` ten variants that take milliseconds heat the GPU, and one and the same
-    kernel was up to 8 % faster or slower by its place among them; like this it differs by 0.2 % from itself (H200, 2026-11,
-    docs/findings/backward.md).
+    kernel under two names was up to 3 % apart; like this it differs by 0.4 % at most from itself (H200, 2026-11, docs/measuring.md).
     """
     names = list(calls)
     for name in names:
@@ -159,9 +158,8 @@ def rested(
     host_s = _host_seconds(calls, queue) / len(names)
     time.sleep(10 * rest_s)
     samples: dict[str, list[float]] = {name: [] for name in names}
-    draw = random.Random(launches)
     for _ in range(launches):
-        for name in draw.sample(names, len(names)):
+        for name in random.sample(names, len(names)):
             time.sleep(rest_s)
             queue.hold(2 * host_s)
             queue.flush_l2()

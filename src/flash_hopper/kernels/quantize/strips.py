@@ -386,22 +386,24 @@ def after(thread: Int32, value: Float32) -> Int32:
 
 def packed_piece(sX: cute.Tensor, number: Int32, chunks_per_strip: int) -> cute.Tensor:
     """Piece `number` of 8 elements of a stage sX (vector, chunks): one chunk, or two of float32."""
-    vector = cute.size(sX, mode=[0])
-    found = cute.make_rmem_tensor(COLUMNS, sX.element_type)
-    for i in range(COLUMNS // vector):
-        part = cute.make_tensor(found.iterator + i * vector, cute.make_layout(vector))
-        cute.autovec_copy(sX[None, swizzled(number * (COLUMNS // vector) + i, chunks_per_strip)], part)
-    return found
+    per_piece = COLUMNS // cute.size(sX, mode=[0])
+    return joined(sX, [swizzled(number * per_piece + j, chunks_per_strip) for j in range(per_piece)])
 
 
 def strip_piece(sX: cute.Tensor, thread: Int32, i: int, chunks: int) -> cute.Tensor:
     """The i-th 8 elements of a thread's strip, which has so many chunks."""
     per_piece = COLUMNS // cute.size(sX, mode=[0])
-    found = cute.make_rmem_tensor((COLUMNS // per_piece, per_piece), sX.element_type)
-    for j in range(per_piece):
-        place = swizzled_beside(thread * chunks, i * per_piece + j, chunks)
-        cute.autovec_copy(sX[None, place], found[None, j])
-    return cute.make_tensor(found.iterator, cute.make_layout(COLUMNS))
+    return joined(sX, [swizzled_beside(thread * chunks, i * per_piece + j, chunks) for j in range(per_piece)])
+
+
+def joined(sX: cute.Tensor, places: list[Int32]) -> cute.Tensor:
+    """The elements of chunks of a stage sX (vector, chunks), one after the other, in registers."""
+    vector = cute.size(sX, mode=[0])
+    found = cute.make_rmem_tensor(vector * len(places), sX.element_type)
+    for i, place in enumerate(places):
+        part = cute.make_tensor(found.iterator + i * vector, cute.make_layout(vector))
+        cute.autovec_copy(sX[None, place], part)
+    return found
 
 
 def widened(values: cute.Tensor) -> cute.Tensor:
