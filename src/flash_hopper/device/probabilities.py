@@ -42,6 +42,12 @@ def grad_rows(p_rows: cute.Tensor, dp_rows: cute.Tensor, delta: cute.Tensor) -> 
             dp_rows[r, i] = p_rows[r, i] * (dp_rows[r, i] - delta[r])
 
 
+def of_columns(statistics: cute.Tensor, lane_col: Int32) -> cute.Tensor:
+    """Of statistics (M,) in shared memory those of a thread's columns, (M/4,): two of every eight, from `lane_col` on."""
+    columns = cute.make_layout((2, cute.size(statistics) // 8), stride=(1, 8))
+    return cute.make_tensor(statistics.iterator + lane_col, columns)
+
+
 @cute.jit
 def recompute_columns(
     rows: cute.Tensor, scale_log2: Float32, lse_log2: cute.Tensor, visible: tuple, first_row: Int32, lane_col: Int32,
@@ -49,13 +55,12 @@ def recompute_columns(
 ) -> None:  # fmt: skip
     """Transposed scores (2, M/4), a key per mode-0 index, to P^T in place.
 
-    lse_log2: (M,) in shared memory; visible: the `Interval` of queries that see each key; first_row: first query of the
+    lse_log2: (M/4,), of this thread's columns; visible: the `Interval` of queries that see each key; first_row: first query of the
     block; lane_col: the first query of this thread within it. `is_masked` may be a run-time condition.
     """
     for i in cutlass.range_constexpr(cute.size(rows, mode=[1])):
-        statistic = lse_log2[lane_col + 8 * (i // 2) + i % 2]
         for r in cutlass.range_constexpr(2):
-            rows[r, i] = cute.math.exp2(rows[r, i] * scale_log2 - statistic, fastmath=True)
+            rows[r, i] = cute.math.exp2(rows[r, i] * scale_log2 - lse_log2[i], fastmath=True)
     if is_masked:
         for r in cutlass.range_constexpr(2):
             first = visible[r].first - first_row - lane_col
@@ -67,12 +72,11 @@ def recompute_columns(
 
 
 @cute.jit
-def grad_columns(p_rows: cute.Tensor, dp_rows: cute.Tensor, delta: cute.Tensor, lane_col: Int32) -> None:
-    """dP^T (2, M/4) to dS^T in place; delta: (M,) in shared memory."""
+def grad_columns(p_rows: cute.Tensor, dp_rows: cute.Tensor, delta: cute.Tensor) -> None:
+    """dP^T (2, M/4) to dS^T in place; delta: (M/4,), of this thread's columns."""
     for i in cutlass.range_constexpr(cute.size(p_rows, mode=[1])):
-        statistic = delta[lane_col + 8 * (i // 2) + i % 2]
         for r in cutlass.range_constexpr(2):
-            dp_rows[r, i] = p_rows[r, i] * (dp_rows[r, i] - statistic)
+            dp_rows[r, i] = p_rows[r, i] * (dp_rows[r, i] - delta[i])
 
 
 @cute.jit

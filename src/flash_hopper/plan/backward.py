@@ -137,6 +137,17 @@ class BackwardDkdvPlan:
         return 2 if self.splits_roles else self.tile_n // 64
 
     @property
+    def reads_ahead(self) -> bool:
+        """LSE of the next query block goes to registers during this block's last product, whose operands leave the port of shared
+        memory half free; those of S and dP, after which it is wanted, do not.
+
+        Larger blocks, chunks, and kernels without dQ that add to given gradients have not the registers (8 to 48 bytes a thread
+        were spilled).
+        """
+        has_registers = self.tile_m <= 64 and self.mask != "chunk" and (self.adds_dq or not self.accumulates)
+        return has_registers and not self.splits_roles
+
+    @property
     def name(self) -> str:
         """Readable and unique among these plans."""
         return (

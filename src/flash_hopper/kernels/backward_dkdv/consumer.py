@@ -11,7 +11,7 @@ from flash_hopper.device.barriers import epilogue_sync
 from flash_hopper.device.dsl import Boolean, Constexpr, Float32, Int32, const_expr, cute, cutlass, warpgroup
 from flash_hopper.device.layouts import acc_as_rows
 from flash_hopper.device.pipelines import await_full, consumer_state
-from flash_hopper.device.probabilities import grad_columns, recompute_columns
+from flash_hopper.device.probabilities import grad_columns, of_columns, recompute_columns
 from flash_hopper.device.registers import to_operand
 from flash_hopper.device.sequences import make_batch
 from flash_hopper.geometry.arith import clamp, maximum
@@ -87,12 +87,43 @@ def needs_mask(plan: BackwardDkdvPlan, view: KeyView, m_block: Int32) -> Any:
     return (m_block >= view.own.inner_end) | is_cut if plan.is_windowed else is_cut
 
 
+def lse_of(shared: SharedTensors, view: KeyView, stage: Int32) -> cute.Tensor:
+    """LSE of this thread's queries of the block in a stage of Q, (tile_m / 4,) in shared memory."""
+    return of_columns(shared.sLSE[None, stage], view.lane_col)
+
+
+def delta_of(shared: SharedTensors, view: KeyView, stage: Int32) -> cute.Tensor:
+    """D likewise, in a stage of dO."""
+    return of_columns(shared.sDelta[None, stage], view.lane_col)
+
+
+@cute.jit
+def read_first(plan: cutlass.Constexpr, resources: Resources, scores: ScoreSide, view: KeyView, at: Cursors) -> None:
+    """Where LSE is read ahead, that of the first block, whose Q is then there."""
+    if const_expr(plan.reads_ahead):
+        await_full(resources.pipes.q, at.q)
+        cute.autovec_copy(lse_of(resources.shared, view, at.q.index), scores.lse)
+
+
+@cute.jit
+def read_next(
+    plan: cutlass.Constexpr, resources: Resources, scores: ScoreSide, view: KeyView, at: Cursors, has_next: Any
+) -> None:
+    """Likewise that of the block after the one at `at`, whose Q is then there; after the last block this block's once more."""
+    if const_expr(plan.reads_ahead):
+        ahead = at.ahead()
+        if has_next:
+            await_full(resources.pipes.q, ahead.q)
+        stage = cutlass.select_(has_next, ahead.q.index, at.q.index)
+        cute.autovec_copy(lse_of(resources.shared, view, stage), scores.lse)
+
+
 @cute.jit
 def make_p(
-    plan: cutlass.Constexpr, args: DkdvArgs, shared: SharedTensors, acc_S: cute.Tensor, view: KeyView, stage: Int32,
-    m_block: Int32, may_be_cut: Constexpr[bool],
+    plan: cutlass.Constexpr, args: DkdvArgs, lse: cute.Tensor, acc_S: cute.Tensor, view: KeyView, m_block: Int32,
+    may_be_cut: Constexpr[bool],
 ) -> None:  # fmt: skip
-    """S^T to P^T in place, masked where the block needs it.
+    """S^T to P^T in place, masked where the block needs it; lse: (tile_m / 4,) of this thread's queries, base 2.
 
     In a loop over such blocks that is always true, but what is hidden is then computed for each, and not kept in registers
     around the loop, which have no room for it.
@@ -101,8 +132,7 @@ def make_p(
     is_masked = needs_mask(plan, view, m_block) if const_expr(may_be_cut) else False
     visible = tuple(rows_that_see(view.first_key + 8 * r, view.lengths, mask) for r in (0, 1))
     recompute_columns(
-        acc_as_rows(acc_S), args.scale_log2, shared.sLSE[None, stage], visible, m_block * plan.tile_m, view.lane_col,
-        is_masked, plan.is_windowed,
+        acc_as_rows(acc_S), args.scale_log2, lse, visible, m_block * plan.tile_m, view.lane_col, is_masked, plan.is_windowed,
     )  # fmt: skip
 
 
@@ -170,16 +200,17 @@ class Consumer:
             self.first_deferred(resources, scores, grads, view, at, order.first)
         for head in cutlass.range(query_heads(plan, args), unroll=1):
             done = cutlass.select_(head == 0, 1, 0) if const_expr(plan.is_deferred) else 0
+            read_first(plan, resources, scores, view, at)
             step = self.step_deferred if const_expr(plan.is_deferred) else self.step
             # masked blocks, then inner ones and those after them, in the order of `fused_consumer.py`
-            for part in cutlass.range(1 if plan.mask == "full" else 0, 2, unroll=1):
+            for part in cutlass.range(2, unroll=1):
                 cut = part * inner.end
                 for i in cutlass.range(maximum(inner.first, done), cut, unroll=1):
-                    at = step(resources, scores, grads, view, at, order.start + i, False)
+                    at = step(resources, scores, grads, view, at, order, i, False)
                 if const_expr(plan.mask != "full"):
                     last = cutlass.select_(part == 0, inner.first, order.count)
                     for i in cutlass.range(maximum(cut, done), last, unroll=1):
-                        at = step(resources, scores, grads, view, at, order.start + i, True)
+                        at = step(resources, scores, grads, view, at, order, i, True)
         if const_expr(plan.is_deferred):
             issue_dv(atoms, scores, at.do)
             issue_dk(atoms, grads, at.q)
@@ -192,26 +223,28 @@ class Consumer:
     @cute.jit
     def step(
         self, resources: Resources, scores: ScoreSide,
-        grads: GradSide, view: KeyView, at: Cursors, m_block: Int32, is_masked: Constexpr[bool],
+        grads: GradSide, view: KeyView, at: Cursors, order: QuerySchedule, i: Int32, is_masked: Constexpr[bool],
     ) -> Cursors:  # fmt: skip
-        """Prompt schedule, one query block from S to dV and dK."""
+        """Prompt schedule, visit i from S to dV and dK."""
         args, atoms, shared, pipes = resources
-        await_full(pipes.q, at.q)
+        plan = self.plan
+        if const_expr(not plan.reads_ahead):
+            await_full(pipes.q, at.q)
         issue_s(atoms, scores, at.q.index)
         await_full(pipes.do, at.do)
         issue_dp(atoms, grads, at.do)
         warpgroup.wait_group(1)  # S
-        make_p(self.plan, args, shared, scores.acc_S, view, at.q.index, m_block, is_masked)
-        to_operand(scores.acc_S, scores.tVrP, self.plan.dtype)
+        lse = scores.lse if const_expr(plan.reads_ahead) else lse_of(shared, view, at.q.index)
+        make_p(plan, args, lse, scores.acc_S, view, order.start + i, is_masked)
+        to_operand(scores.acc_S, scores.tVrP, plan.dtype)
         issue_dv(atoms, scores, at.do)
         warpgroup.wait_group(1)  # dP
-        grad_columns(
-            acc_as_rows(scores.acc_S), acc_as_rows(grads.acc_dP), shared.sDelta[None, at.do.index], view.lane_col
-        )
-        to_operand(grads.acc_dP, grads.tKrdS, self.plan.dtype)
+        grad_columns(acc_as_rows(scores.acc_S), acc_as_rows(grads.acc_dP), delta_of(shared, view, at.do.index))
+        to_operand(grads.acc_dP, grads.tKrdS, plan.dtype)
         issue_dk(atoms, grads, at.q)
         warpgroup.wait_group(1)  # dV
         pipes.do.consumer_release(at.do)
+        read_next(plan, resources, scores, view, at, i + 1 < order.count)
         warpgroup.wait_group(0)  # dK
         pipes.q.consumer_release(at.q)
         return at.ahead()
@@ -228,20 +261,18 @@ class Consumer:
         await_full(pipes.do, at.do)
         issue_dp(atoms, grads, at.do)
         warpgroup.wait_group(1)
-        make_p(self.plan, args, shared, scores.acc_S, view, at.q.index, m_block, True)
+        make_p(self.plan, args, lse_of(shared, view, at.q.index), scores.acc_S, view, m_block, True)
         warpgroup.wait_group(0)
-        grad_columns(
-            acc_as_rows(scores.acc_S), acc_as_rows(grads.acc_dP), shared.sDelta[None, at.do.index], view.lane_col
-        )
+        grad_columns(acc_as_rows(scores.acc_S), acc_as_rows(grads.acc_dP), delta_of(shared, view, at.do.index))
         to_operand(scores.acc_S, scores.tVrP, self.plan.dtype)
         to_operand(grads.acc_dP, grads.tKrdS, self.plan.dtype)
 
     @cute.jit
     def step_deferred(
         self, resources: Resources, scores: ScoreSide,
-        grads: GradSide, view: KeyView, at: Cursors, m_block: Int32, is_masked: Constexpr[bool],
+        grads: GradSide, view: KeyView, at: Cursors, order: QuerySchedule, i: Int32, is_masked: Constexpr[bool],
     ) -> Cursors:  # fmt: skip
-        """Deferred schedule, steady state: S and dP of `m_block`, dV and dK of the block before it, at which `at` stands."""
+        """Deferred schedule, steady state: S and dP of visit i, dV and dK of the block before it, at which `at` stands."""
         args, atoms, shared, pipes = resources
         ahead = at.ahead()
         await_full(pipes.q, ahead.q)
@@ -251,12 +282,10 @@ class Consumer:
         issue_dv(atoms, scores, at.do)
         issue_dk(atoms, grads, at.q)
         warpgroup.wait_group(3)  # S
-        make_p(self.plan, args, shared, scores.acc_S, view, ahead.q.index, m_block, is_masked)
+        make_p(self.plan, args, lse_of(shared, view, ahead.q.index), scores.acc_S, view, order.start + i, is_masked)
         self.keep_order(pipes, ahead)
         warpgroup.wait_group(2)  # dP
-        grad_columns(
-            acc_as_rows(scores.acc_S), acc_as_rows(grads.acc_dP), shared.sDelta[None, ahead.do.index], view.lane_col
-        )
+        grad_columns(acc_as_rows(scores.acc_S), acc_as_rows(grads.acc_dP), delta_of(shared, view, ahead.do.index))
         self.keep_order(pipes, ahead)
         warpgroup.wait_group(0)  # dV and dK: their stage is free, and P and dS may be overwritten
         pipes.do.consumer_release(at.do)

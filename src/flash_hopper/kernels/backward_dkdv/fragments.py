@@ -18,6 +18,7 @@ class ScoreSide(NamedTuple):
     tVrP: cute.Tensor  # (MMA, M, K) in registers, 16 bit
     tVrdO: cute.Tensor  # (MMA, N, K, stage) in shared memory, transposed
     acc_S: cute.Tensor  # 64 keys x tile_m, float32
+    lse: cute.Tensor  # (tile_m / 4,) of the next block, in registers, if plan.reads_ahead
     acc_dV: cute.Tensor  # 64 keys x tile_hdimv, float32
 
 
@@ -62,12 +63,15 @@ def score_side(plan: BackwardDkdvPlan, atoms: DkdvAtoms, shared: SharedTensors, 
     """Fragments for S^T, P^T and dV of one band of keys."""
     s, dv = atoms.mma_s.get_slice(0), atoms.mma_dv.get_slice(0)
     acc_S = _accumulator(atoms.mma_s, plan.tile_m)
+    lse = cute.make_rmem_tensor(plan.tile_m // 4, Float32)
+    lse.fill(0.0)
     return ScoreSide(
         tSrK=atoms.mma_s.make_fragment_A(s.partition_A(shared.sK))[None, None, None, band],
         tSrQ=atoms.mma_s.make_fragment_B(s.partition_B(shared.sQ)),
         tVrP=cute.make_rmem_tensor(acc_as_operand_a(acc_S.layout), ELEMENT_TYPES[plan.dtype]),
         tVrdO=atoms.mma_dv.make_fragment_B(dv.partition_B(transposed(shared.sdO))),
         acc_S=acc_S,
+        lse=lse,
         acc_dV=_accumulator(atoms.mma_dv, plan.tile_hdimv),
     )
 

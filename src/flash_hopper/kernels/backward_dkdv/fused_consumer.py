@@ -15,7 +15,16 @@ from flash_hopper.device.pipelines import await_full, consumer_state
 from flash_hopper.device.probabilities import grad_columns
 from flash_hopper.device.registers import anew, to_operand
 from flash_hopper.kernels.backward_dkdv.args import Cursors, DkdvAtoms, Resources, SharedTensors
-from flash_hopper.kernels.backward_dkdv.consumer import KeyView, inner_visits, key_view, make_p
+from flash_hopper.kernels.backward_dkdv.consumer import (
+    KeyView,
+    delta_of,
+    inner_visits,
+    key_view,
+    lse_of,
+    make_p,
+    read_first,
+    read_next,
+)
 from flash_hopper.kernels.backward_dkdv.epilogue import Epilogue
 from flash_hopper.kernels.backward_dkdv.fragments import (
     DqSide,
@@ -115,6 +124,7 @@ class FusedConsumer:
             await_full(pipes.q, at.q)
             issue_s(atoms, scores, at.q.index)
             warpgroup.wait_group(0)
+        read_first(self.plan, resources, scores, view, at)
         inner = inner_visits(self.plan, view, order)
         # Masked blocks, then inner ones and those after them. The inner blocks' loop stands first all the same: ptxas makes
         # the descriptors of a second loop from halves (head dim 128: 40 instructions a step more).
@@ -147,7 +157,6 @@ class FusedConsumer:
         plan = self.plan
         ds_stage = i % 2
         if const_expr(not self.is_ahead):
-            await_full(pipes.q, at.q)
             issue_s(atoms, scores, at.q.index)
         await_full(pipes.do, at.do)
         issue_dp(atoms, grads, at.do)
@@ -155,16 +164,15 @@ class FusedConsumer:
         # whose branch does the same to what follows, it costs more than it gives.
         if const_expr(not self.is_ahead or plan.mask == "full"):
             warpgroup.wait_group(1)  # S
-        make_p(plan, args, shared, scores.acc_S, view, at.q.index, m_block, is_masked)
+        lse = scores.lse if const_expr(plan.reads_ahead) else lse_of(shared, view, at.q.index)
+        make_p(plan, args, lse, scores.acc_S, view, m_block, is_masked)
         if const_expr(plan.tile_m <= 64):  # dV runs while dS is made, where registers allow
             to_operand(scores.acc_S, scores.tVrP, plan.dtype)
             issue_dv(atoms, scores, at.do)
             warpgroup.wait_group(1)  # dP
         else:
             warpgroup.wait_group(0)  # dP
-        grad_columns(
-            acc_as_rows(scores.acc_S), acc_as_rows(grads.acc_dP), shared.sDelta[None, at.do.index], view.lane_col
-        )
+        grad_columns(acc_as_rows(scores.acc_S), acc_as_rows(grads.acc_dP), delta_of(shared, view, at.do.index))
         to_operand(grads.acc_dP, grads.tKrdS, plan.dtype)
         if const_expr(plan.tile_m > 64):
             to_operand(scores.acc_S, scores.tVrP, plan.dtype)
@@ -188,6 +196,7 @@ class FusedConsumer:
             pipes.do.consumer_release(at.do)
         warpgroup.wait_group(1)  # dQ, and the next S
         self.mail_dq(shared, dq, i, wg, thread)
+        read_next(plan, resources, scores, view, at, has_next)
         warpgroup.wait_group(0)  # dK
         pipes.q.consumer_release(at.q)
         return ahead

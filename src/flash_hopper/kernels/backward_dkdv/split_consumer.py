@@ -14,7 +14,7 @@ from flash_hopper.device.pipelines import await_empty, await_full, consumer_stat
 from flash_hopper.device.probabilities import grad_columns
 from flash_hopper.device.registers import to_operand
 from flash_hopper.kernels.backward_dkdv.args import Cursors, Pipelines, Resources, SharedTensors
-from flash_hopper.kernels.backward_dkdv.consumer import KeyView, key_view, make_p
+from flash_hopper.kernels.backward_dkdv.consumer import KeyView, delta_of, key_view, lse_of, make_p
 from flash_hopper.kernels.backward_dkdv.epilogue import Epilogue
 from flash_hopper.kernels.backward_dkdv.fragments import (
     ScoreSide,
@@ -75,7 +75,7 @@ class SplitConsumer:
                 await_full(pipes.do, at.do)
                 issue_dv(atoms, side, at.do)
                 warpgroup.wait_group(1)  # S
-                make_p(plan, args, shared, side.acc_S, view, ahead.q.index, m_block, True)
+                make_p(plan, args, lse_of(shared, view, ahead.q.index), side.acc_S, view, m_block, True)
                 pipes.q.consumer_release(ahead.q)
                 self.send_p(pipes, shared, side, p_state, thread)
                 p_state.advance()
@@ -113,7 +113,7 @@ class SplitConsumer:
         await_full(pipes.q, at.q)
         issue_s(atoms, side, at.q.index)
         warpgroup.wait_group(0)
-        make_p(self.plan, args, shared, side.acc_S, view, at.q.index, m_block, True)
+        make_p(self.plan, args, lse_of(shared, view, at.q.index), side.acc_S, view, m_block, True)
         pipes.q.consumer_release(at.q)
         self.send_p(pipes, shared, side, p_state, thread)
 
@@ -124,6 +124,7 @@ class SplitConsumer:
         plan = self.plan
         side = grad_side(plan, atoms, shared, Int32(0))
         p = cute.make_rmem_tensor_like(side.acc_dP)
+        delta = cute.make_rmem_tensor(plan.tile_m // 4, Float32)
         keys_state, tile_state, p_state = consumer_state(1), consumer_state(TILE_SLOTS), consumer_state(1)
         at = Cursors(consumer_state(plan.q_stages), consumer_state(plan.do_stages))
         tile = pipes.tiles.read(tile_state)
@@ -136,11 +137,12 @@ class SplitConsumer:
             side.acc_dK.fill(0.0)
             for _ in cutlass.range(total, unroll=1):
                 await_full(pipes.do, at.do)
+                cute.autovec_copy(delta_of(shared, view, at.do.index), delta)  # behind the product it would come late
                 issue_dp(atoms, side, at.do)
                 warpgroup.wait_group(0)
                 self.receive_p(pipes, shared, p, p_state, thread)
                 p_state.advance()
-                grad_columns(acc_as_rows(p), acc_as_rows(side.acc_dP), shared.sDelta[None, at.do.index], view.lane_col)
+                grad_columns(acc_as_rows(p), acc_as_rows(side.acc_dP), delta)
                 pipes.do.consumer_release(at.do)
                 to_operand(side.acc_dP, side.tKrdS, plan.dtype)
                 await_full(pipes.q, at.q)
