@@ -14,10 +14,10 @@ PACKED = BenchShape("tune", DType.BF16, 128, 128, False, 4096, 4096, 1, 1, 1, le
 # one warpgroup with the widest and with the narrowest steps, the most stages, O in the stages of Q where there would be room, three
 # stages of keys with one of queries
 UNUSUAL = [
-    (DENSE, Layout(64, 256, False, 2, 2, False)),
-    (DENSE, Layout(64, 32, False, 1, 8, True)),
-    (DENSE, Layout(128, 64, True, 2, 2, True)),
-    (PACKED, Layout(128, 80, True, 1, 3, False)),
+    (DENSE, Layout(64, 256, False, 2, 2, "apart")),
+    (DENSE, Layout(64, 32, False, 1, 8, "q")),
+    (DENSE, Layout(128, 64, True, 2, 2, "q")),
+    (PACKED, Layout(128, 80, True, 1, 3, "apart")),
 ]
 PLANS = [with_lse(plan_with(shape.problem, layout)) for shape, layout in UNUSUAL]
 

@@ -25,7 +25,9 @@ RAGGED = forward_plans(ROW_DIMS, dtypes=BF16, mask=MASKS, ragged=(True,), lse=(T
 # the mask, the log-sum-exp and the dynamic scheduler need most registers
 EVERY_PAIR = forward_plans(product(ALL_HEAD_DIMS, ALL_HEAD_DIMS), dtypes=BF16, mask=("causal",), lse=(True,))
 # O in the stage of a Q of another size
-UNEVEN = [p for p in forward_plans([(96, 128), (128, 96)], dtypes=BF16, mask=("local",), lse=(True,)) if p.o_aliases_q]
+UNEVEN = [
+    p for p in forward_plans([(96, 128), (128, 96)], dtypes=BF16, mask=("local",), lse=(True,)) if p.o_place == "q"
+]
 FLAGS = forward_plans([(128, 128)], dtypes=BF16, lse=(False, True), negative_scale=(False, True))
 FLAGS += forward_plans(
     [(128, 128)], dtypes=(DType.FP16,), mask=("local",), ragged=(True,), lse=(False,), negative_scale=(True,)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flash_hopper.plan.budget import Layout, choose_layout, layout_fault
+from flash_hopper.plan.budget import O_PLACES, Layout, choose_layout, layout_fault
 from flash_hopper.plan.candidates import HEIGHTS, KV_STAGES, WIDTHS, candidates
 from flash_hopper.plan.forward import choice_of, plan_forward, table_layout
 from flash_hopper.plan.tables.forward import choose_row
@@ -43,7 +43,7 @@ def test_the_plan_of_the_tables_is_the_first_and_every_other_differs_from_it_in_
         layout = plan.layout
         same = replace(
             plan, tile_m=first.tile_m, tile_n=first.tile_n, q_stages=first.q_stages, kv_stages=first.kv_stages,
-            o_aliases_q=first.o_aliases_q, has_pingpong=first.has_pingpong,
+            o_place=first.o_place, has_pingpong=first.has_pingpong,
         )  # fmt: skip
         assert same == first
         assert layout_fault(layout, hdim, hdimv, 2, mask) is None
@@ -54,7 +54,7 @@ def test_the_plan_of_the_tables_is_the_first_and_every_other_differs_from_it_in_
 def test_every_layout_that_fits_is_there_and_no_other(asked):
     problem = asked.problem
     choice = choice_of(problem)
-    every = product(range(0, 400, 32), range(0, 300, 8), (False, True), range(4), range(10), (False, True))
+    every = product(range(0, 400, 32), range(0, 300, 8), (False, True), range(4), range(10), O_PLACES)
     wanted = {Layout(*x) for x in every if layout_fault(Layout(*x), choice.hdim, choice.hdimv, 2, choice.mask) is None}
     assert {plan.layout for plan in candidates(problem)} == wanted
 
@@ -90,19 +90,19 @@ def test_layouts_that_the_tables_would_not_choose_for_their_tile_come_last():
 @pytest.mark.parametrize(
     ("layout", "field"),
     [
-        (Layout(96, 64, False, 1, 2, False), "m "),
-        (Layout(0, 64, False, 1, 2, False), "m "),
-        (Layout(320, 64, False, 1, 2, False), "m "),
-        (Layout(128, 24, False, 1, 2, False), "n "),
-        (Layout(128, 16, False, 1, 2, False), "n "),
-        (Layout(64, 272, False, 1, 2, False), "n "),
-        (Layout(64, 64, True, 1, 2, False), "has_pingpong "),
-        (Layout(128, 64, True, 0, 2, False), "q_stages "),
-        (Layout(128, 64, True, 3, 2, False), "q_stages "),
-        (Layout(128, 64, True, 1, 1, False), "kv_stages "),
-        (Layout(128, 64, True, 1, 9, False), "kv_stages "),
-        (Layout(128, 64, True, 2, 6, False), "kv_stages "),
-        (Layout(256, 64, True, 1, 2, False), "n "),
+        (Layout(96, 64, False, 1, 2, "apart"), "m "),
+        (Layout(0, 64, False, 1, 2, "apart"), "m "),
+        (Layout(320, 64, False, 1, 2, "apart"), "m "),
+        (Layout(128, 24, False, 1, 2, "apart"), "n "),
+        (Layout(128, 16, False, 1, 2, "apart"), "n "),
+        (Layout(64, 272, False, 1, 2, "apart"), "n "),
+        (Layout(64, 64, True, 1, 2, "apart"), "has_pingpong "),
+        (Layout(128, 64, True, 0, 2, "apart"), "q_stages "),
+        (Layout(128, 64, True, 3, 2, "apart"), "q_stages "),
+        (Layout(128, 64, True, 1, 1, "apart"), "kv_stages "),
+        (Layout(128, 64, True, 1, 9, "apart"), "kv_stages "),
+        (Layout(128, 64, True, 2, 6, "apart"), "kv_stages "),
+        (Layout(256, 64, True, 1, 2, "apart"), "n "),
     ],
     ids=str,
 )
@@ -112,7 +112,7 @@ def test_a_layout_that_cannot_be_is_refused_with_the_field_first(layout, field):
 
 
 def test_the_bounds_of_chunks_need_registers_that_four_warpgroups_do_not_have():
-    layout = Layout(256, 48, True, 1, 2, False)
+    layout = Layout(256, 48, True, 1, 2, "apart")
     assert layout_fault(layout, 64, 64, 2, "causal") is None
     assert "chunks" in layout_fault(layout, 64, 64, 2, "chunk")
 

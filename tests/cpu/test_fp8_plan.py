@@ -31,7 +31,7 @@ def plans():
 def buffer_bytes(plan: ForwardFp8Plan) -> int:
     """What the tensors of a plan take."""
     q, o = plan.tile_m * plan.tile_hdim, plan.tile_m * plan.tile_hdimv * plan.out_dtype.itemsize
-    rows = max(q, o) * plan.q_stages if plan.o_aliases_q else q * plan.q_stages + o
+    rows = max(q, o) * plan.q_stages if plan.o_place == "q" else q * plan.q_stages + o
     keys = plan.tile_n * (plan.tile_hdim + plan.value_rows) * plan.kv_stages
     return rows + keys + SUM_COLUMNS * plan.tile_n * plan.has_ones_apart
 

@@ -12,20 +12,18 @@ from hypothesis import strategies as st
 
 from flash_hopper import settings
 from flash_hopper.plan import own_tiles
-from flash_hopper.plan.budget import Layout, layout_fault
+from flash_hopper.plan.budget import O_PLACES, Layout, layout_fault
 from flash_hopper.plan.forward import choice_of, own_row, plan_forward, plan_with, table_layout
 from flash_hopper.plan.own_tiles import OwnRow, add_row, find_row, parse_rows, read_rows
 from flash_hopper.problem.dtypes import DType
 from flash_hopper.problem.errors import ArgumentError
 from flash_hopper.testing.bench_suites import BenchShape
 
-ROW = OwnRow(128, 128, "causal", False, 2049, 4096, 128, 96, True, 2, 2, False, "NVIDIA H20", "100 us against 110 us")
+ROW = OwnRow(128, 128, "causal", False, 2049, 4096, 128, 96, True, 2, 2, "apart", "NVIDIA H20", "100 us against 110 us")
 NAMES = [field.name for field in fields(OwnRow)]
 
 MASKS = ("full", "causal", "local", "chunk")
-LAYOUTS = [
-    Layout(*x) for x in product((64, 128, 192, 256), (32, 64, 112), (False, True), (1, 2), (2, 3, 5), (False, True))
-]
+LAYOUTS = [Layout(*x) for x in product((64, 128, 192, 256), (32, 64, 112), (False, True), (1, 2), (2, 3, 5), O_PLACES)]
 texts = st.text(min_size=1).filter(str.strip)
 
 
@@ -107,6 +105,9 @@ def test_a_value_of_another_type_is_refused_with_file_row_and_field(name, value)
         ({"rows_to": 2048}, "rows_to must be at least rows_from"),
         ({"m": 100}, "m must be a multiple of 64"),
         ({"n": 100}, "n must be a multiple of 16"),
+        ({"o_place": "k"}, "o_place must be one of apart, q, v, got 'k'"),
+        ({"o_place": "v", "n": 48}, "o_place v needs n of at least 64 .* got n = 48"),
+        ({"o_place": "v", "m": 192}, "o_place v needs .* a stage of V for each of 3 warpgroups, .* kv_stages = 2"),
         ({"n": 192}, r"n = 192 .* takes 208 registers .* has 232"),
         ({"kv_stages": 4}, r"kv_stages and q_stages .* take \d+ bytes, there are \d+"),
         ({"m": 64}, "has_pingpong must be false"),

@@ -96,7 +96,7 @@ def test_every_head_dim_pair_fits_shared_memory(runnable):
     for plan in runnable:
         tile, size = Tile(plan.tile_m, plan.tile_n), plan.dtype.itemsize
         used = forward_smem_bytes(
-            tile, plan.tile_hdim, plan.tile_hdimv, size, plan.q_stages, plan.kv_stages, plan.o_aliases_q
+            tile, plan.tile_hdim, plan.tile_hdimv, size, plan.q_stages, plan.kv_stages, plan.o_place
         )
         assert used <= room, plan
         # two K/V stages are what lets the next block load during this one
@@ -248,7 +248,7 @@ def test_windows_take_the_tile_for_windows_up_to_its_limit_whichever_end_reaches
 
 
 def test_deep_tiles_have_more_stages_of_keys_than_others_and_two_of_queries(plans):
-    deep = [plan for plan in plans if plan.o_aliases_q and plan.q_stages == 2]
+    deep = [plan for plan in plans if plan.o_place == "q" and plan.q_stages == 2]
     assert deep
     for plan in deep:
         assert plan.kv_stages > 2, plan
@@ -256,6 +256,21 @@ def test_deep_tiles_have_more_stages_of_keys_than_others_and_two_of_queries(plan
         assert plan.kv_stages > usual.kv_stages, plan
     for row in ROWS:
         assert row.window is None or row.window.kv_stages > row.tile.kv_stages, row
+
+
+def test_a_warpgroup_whose_output_lies_in_v_has_a_stage_that_is_large_enough_and_nobody_elses(runnable):
+    in_v = [plan for plan in runnable if plan.o_place == "v"]
+    assert in_v
+    for plan in in_v:
+        assert plan.kv_stages >= plan.consumer_warpgroups, plan
+        assert plan.tile_n * plan.tile_hdimv >= 64 * plan.tile_hdimv, plan
+
+
+def test_the_only_stage_of_q_is_freed_early_unless_the_output_lies_in_it(runnable):
+    assert {(1, "v"), (1, "apart"), (2, "q")} <= {(plan.q_stages, plan.o_place) for plan in runnable}
+    for plan in runnable:
+        assert plan.frees_q_early == (plan.q_stages == 1 and plan.o_place != "q"), plan
+        assert not (plan.frees_q_early and plan.looks_ahead), plan
 
 
 def test_who_looks_ahead_never_jumps_over_a_round_of_stages(runnable):
@@ -299,6 +314,9 @@ def test_flags_that_the_kernel_is_compiled_for_are_in_the_plan():
 def test_pipelines_count_one_arrival_a_warp_that_reads_and_whole_stages(runnable):
     for plan in runnable:
         pipelines, size = forward_pipelines(plan), plan.dtype.itemsize
+        o = pipelines.pop("o", None)
+        assert (o is not None) == (plan.o_place == "v")
+        assert o is None or (o.stages, o.consumer_arrivals, o.tx_bytes) == (1, 1, 0)  # the producer waits once a tile
         assert set(pipelines) == {"q", "k", "v", "tile"}
         assert pipelines["q"].tx_bytes == plan.tile_m * plan.tile_hdim * size
         assert pipelines["k"].tx_bytes == plan.tile_n * plan.tile_hdim * size

@@ -112,14 +112,15 @@ def memory_map(plan: "ForwardPlan") -> list[tuple[str, int, str]]:
     size = plan.dtype.itemsize
     q, o = plan.tile_m * plan.tile_hdim * size, plan.tile_m * plan.tile_hdimv * size
     k, v = plan.tile_n * plan.tile_hdim * size, plan.tile_n * plan.tile_hdimv * size
-    q_stage = max(q, o) if plan.o_aliases_q else q
+    q_stage = max(q, o) if plan.o_place == "q" else q
+    own = plan.o_place == "apart"
     return [
         ("reserved", SMEM_RESERVED_BYTES, "by the runtime"),
         ("barriers", SMEM_BARRIER_BYTES, "mbarriers and tile coordinates, up to the next 1024 bytes"),
         ("sQ", q_stage * plan.q_stages, f"{plan.q_stages} x {plan.tile_m} x {plan.tile_hdim}"),
         ("sK", k * plan.kv_stages, f"{plan.kv_stages} x {plan.tile_n} x {plan.tile_hdim}"),
         ("sV", v * plan.kv_stages, f"{plan.kv_stages} x {plan.tile_n} x {plan.tile_hdimv}"),
-        ("sO", 0 if plan.o_aliases_q else o, "in sQ" if plan.o_aliases_q else f"{plan.tile_m} x {plan.tile_hdimv}"),
+        ("sO", o if own else 0, f"{plan.tile_m} x {plan.tile_hdimv}" if own else f"in s{plan.o_place.upper()}"),
     ]
 
 

@@ -155,6 +155,8 @@ def _show(tuning: "Tuning", shape: "BenchShape", console: Console) -> None:
 
 
 def _table(tuning: "Tuning", results: "list[Measured]", flops: float) -> Table:
+    from flash_hopper.plan.budget import PLACE_WORDS
+
     table = Table(box=None, padding=(0, 2, 0, 0))
     for name in ("rows x keys", "turns", "Q stages", "K/V stages", "O", "us", "TFLOP/s", "gain", "launches", ""):
         table.add_column(name, justify="left" if name in ("rows x keys", "turns", "O", "") else "right")
@@ -163,7 +165,7 @@ def _table(tuning: "Tuning", results: "list[Measured]", flops: float) -> Table:
         x, is_table = m.plan.layout, m.plan == tuning.table
         table.add_row(
             f"{x.m} x {x.n}", "yes" if x.has_pingpong else "no", str(x.q_stages), str(x.kv_stages),
-            "in Q" if x.o_aliases_q else "apart", f"{m.us:.1f}", f"{flops / m.us * 1e-6:.0f}", f"{m.gain:.3f}", str(m.launches),
+            PLACE_WORDS[x.o_place], f"{m.us:.1f}", f"{flops / m.us * 1e-6:.0f}", f"{m.gain:.3f}", str(m.launches),
             "the tables' choice" if is_table else "", style="bold" if is_table else None,
         )  # fmt: skip
     return table

@@ -6,6 +6,7 @@ the tables, `candidates.py` and `own_tiles.py` whether a given layout can be.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from flash_hopper.geometry.blocks import WARPGROUP_ROWS
 from flash_hopper.plan.tables.forward import CHUNK_MAX_M, Tile
@@ -29,6 +30,12 @@ FEWEST_KEYS, MOST_KEYS = 32, 256  # what a chain of the softmax takes, and the w
 MOST_Q_STAGES, MOST_KV_STAGES = 2, 8
 
 
+# Where O is staged on its way out: in a buffer of its own, in its tile's stage of Q, or in stages of V, one a warpgroup.
+OPlace = Literal["apart", "q", "v"]
+O_PLACES: tuple[OPlace, ...] = get_args(OPlace)
+PLACE_WORDS: dict[OPlace, str] = {"apart": "apart", "q": "in Q", "v": "in V"}
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """A forward tile with its stages: all of a `ForwardPlan` that may be chosen freely, in its words."""
@@ -38,10 +45,12 @@ class Layout:
     has_pingpong: bool
     q_stages: int
     kv_stages: int
-    o_aliases_q: bool
+    o_place: OPlace
 
     def __str__(self) -> str:
-        flags = (" turns" if self.has_pingpong else "") + (" O in Q" if self.o_aliases_q else "")
+        flags = (" turns" if self.has_pingpong else "") + (
+            "" if self.o_place == "apart" else f" O {PLACE_WORDS[self.o_place]}"
+        )
         return f"{self.m}x{self.n} q{self.q_stages} kv{self.kv_stages}{flags}"
 
 
@@ -51,38 +60,46 @@ class Buffers:
 
     q_stages: int
     kv_stages: int
-    o_aliases_q: bool
+    o_place: OPlace
     tensor_bytes: int
 
 
 def forward_smem_bytes(
-    tile: Tile, hdim: int, hdimv: int, itemsize: int, q_stages: int, kv_stages: int, o_aliases_q: bool
+    tile: Tile, hdim: int, hdimv: int, itemsize: int, q_stages: int, kv_stages: int, o_place: OPlace
 ) -> int:
     """Shared memory of the Q, K, V and O buffers."""
     q = tile.m * hdim * q_stages
     kv = tile.n * (hdim + hdimv) * kv_stages
     o = tile.m * hdimv
     # O in its tile's stage of Q, as large as the larger of the two
-    return (max(q, o * q_stages) + kv if o_aliases_q else q + kv + o) * itemsize
+    return {"apart": q + kv + o, "q": max(q, o * q_stages) + kv, "v": q + kv}[o_place] * itemsize
 
 
-# (stages of Q, stages of K and V, O in Q's buffer), the best first. Usually a second stage of Q comes first, as it hides the
-# tile's start, then a buffer for O.
-USUAL = ((2, 2, False), (1, 2, False), (1, 2, True))
+# (stages of Q, stages of K and V, where O is staged), the best first. Usually a second stage of Q comes first, as it hides the
+# tile's start, then a buffer for O. With one stage of Q, O is better in V, as the next tile's Q is loaded meanwhile (H200, 2026-11,
+# docs/findings/one_q_stage.md).
+USUAL: tuple[tuple[int, int, OPlace], ...] = ((2, 2, "apart"), (1, 2, "apart"), (1, 2, "v"), (1, 2, "q"))
 
 
-def _layouts(most: int) -> Iterator[tuple[int, int, bool]]:
+def _layouts(most: int) -> Iterator[tuple[int, int, OPlace]]:
     """What to try for a tile: the stages of K and V that it asks for, or fewer, before what is usual."""
     for kv_stages in range(most, 2, -1):
-        yield from ((2, kv_stages, False), (2, kv_stages, True))
+        yield from ((2, kv_stages, "apart"), (2, kv_stages, "q"))
     yield from USUAL
+
+
+def _fits_v(m: int, n: int, kv_stages: int) -> bool:
+    """Whether each warpgroup finds a stage of V for its 64 rows of O."""
+    return n >= WARPGROUP_ROWS and kv_stages >= m // WARPGROUP_ROWS
 
 
 def choose_buffers(tile: Tile, hdim: int, hdimv: int, itemsize: int) -> Buffers:
     """The best layout that fits."""
 
-    def size(q_stages: int, kv_stages: int, o_aliases_q: bool) -> int:
-        return forward_smem_bytes(tile, hdim, hdimv, itemsize, q_stages, kv_stages, o_aliases_q)
+    def size(q_stages: int, kv_stages: int, o_place: OPlace) -> int | None:
+        if o_place == "v" and not _fits_v(tile.m, tile.n, kv_stages):
+            return None
+        return forward_smem_bytes(tile, hdim, hdimv, itemsize, q_stages, kv_stages, o_place)
 
     return _first_that_fits(tile.kv_stages, size, f"tile {tile.m}x{tile.n} with head dims {hdim}/{hdimv}")
 
@@ -90,7 +107,7 @@ def choose_buffers(tile: Tile, hdim: int, hdimv: int, itemsize: int) -> Buffers:
 def choose_layout(tile: Tile, hdim: int, hdimv: int, itemsize: int) -> Layout:
     """A tile of the tables with the best buffers that fit."""
     best = choose_buffers(tile, hdim, hdimv, itemsize)
-    return Layout(tile.m, tile.n, tile.has_pingpong, best.q_stages, best.kv_stages, best.o_aliases_q)
+    return Layout(tile.m, tile.n, tile.has_pingpong, best.q_stages, best.kv_stages, best.o_place)
 
 
 def held_registers(n: int, hdimv: int) -> int:
@@ -114,6 +131,13 @@ def layout_fault(layout: Layout, hdim: int, hdimv: int, itemsize: int, mask: Mas
         return f"q_stages must be 1 to {MOST_Q_STAGES}, got {layout.q_stages}"
     if not 2 <= layout.kv_stages <= MOST_KV_STAGES:
         return f"kv_stages must be 2 to {MOST_KV_STAGES}, got {layout.kv_stages}"
+    if layout.o_place not in O_PLACES:
+        return f"o_place must be one of {', '.join(O_PLACES)}, got {layout.o_place!r}"
+    if layout.o_place == "v" and not _fits_v(layout.m, layout.n, layout.kv_stages):
+        return (
+            f"o_place v needs n of at least {WARPGROUP_ROWS} and a stage of V for each of {warpgroups} warpgroups, got n = {layout.n} "
+            f"and kv_stages = {layout.kv_stages}"
+        )
     held, registers = held_registers(layout.n, hdimv), REGISTERS[warpgroups][1]
     if held + OTHER_REGISTERS > registers:
         return (
@@ -121,7 +145,7 @@ def layout_fault(layout: Layout, hdim: int, hdimv: int, itemsize: int, mask: Mas
             f"{OTHER_REGISTERS} more, a thread of {warpgroups} warpgroups has {registers}"
         )
     tile = Tile(layout.m, layout.n)
-    stages = layout.q_stages, layout.kv_stages, layout.o_aliases_q
+    stages = layout.q_stages, layout.kv_stages, layout.o_place
     size, room = forward_smem_bytes(tile, hdim, hdimv, itemsize, *stages), _room()
     if size > room:
         return f"kv_stages and q_stages of {layout} with head dims {hdim}/{hdimv} take {size} bytes, there are {room}"
@@ -134,10 +158,10 @@ def choose_fp8_buffers(
     """The best layout that fits an e4m3 tile of m x n, whose O is wider than its Q, with so many columns of ones behind those
     of each stage of V, or apart from them."""
 
-    def size(q_stages: int, kv_stages: int, o_aliases_q: bool) -> int:
+    def size(q_stages: int, kv_stages: int, o_place: OPlace) -> int | None:
         q, o = m * hdim, m * hdimv * out_itemsize
         kv = n * ((hdim + hdimv + behind) * kv_stages + apart)
-        return max(q, o) * q_stages + kv if o_aliases_q else q * q_stages + kv + o
+        return {"apart": q * q_stages + kv + o, "q": max(q, o) * q_stages + kv, "v": None}[o_place]
 
     return _first_that_fits(kv_stages, size, f"e4m3 tile {m}x{n} with head dims {hdim}/{hdimv}")
 
@@ -147,15 +171,18 @@ def _room() -> int:
     return SMEM_LIMIT_BYTES - SMEM_RESERVED_BYTES - SMEM_BARRIER_BYTES
 
 
-def _first_that_fits(kv_stages: int, size_of: Callable[[int, int, bool], int], what: str) -> Buffers:
+def _first_that_fits(kv_stages: int, size_of: Callable[[int, int, OPlace], int | None], what: str) -> Buffers:
+    """`size_of` gives bytes, or None for what cannot be."""
     room = _room()
     wanted = []
     for layout in _layouts(kv_stages):
         size = size_of(*layout)
+        if size is None:
+            continue
         if size <= room:
             return Buffers(*layout, size)
-        q_stages, kv_stages, o_aliases_q = layout
-        wanted.append(f"{q_stages} Q stages, {kv_stages} K/V stages, O {'in Q' if o_aliases_q else 'apart'}: {size}")
+        q_stages, kv_stages, o_place = layout
+        wanted.append(f"{q_stages} Q stages, {kv_stages} K/V stages, O {PLACE_WORDS[o_place]}: {size}")
     raise CompileError(f"{what} needs more than {room} bytes: {wanted}")
 
 

@@ -12,6 +12,7 @@ from flash_hopper.plan.budget import (
     MOST_KEYS,
     MOST_KV_STAGES,
     MOST_Q_STAGES,
+    O_PLACES,
     REGISTERS,
     Layout,
     choose_layout,
@@ -48,7 +49,7 @@ def candidates(problem: AttentionProblem, most: int | None = None) -> list[Forwa
 def _every_layout() -> list[Layout]:
     """Whether they fit or not."""
     booleans = (True, False)
-    choices = product(HEIGHTS, WIDTHS, booleans, range(1, MOST_Q_STAGES + 1), KV_STAGES, booleans)
+    choices = product(HEIGHTS, WIDTHS, booleans, range(1, MOST_Q_STAGES + 1), KV_STAGES, O_PLACES)
     return [Layout(*choice) for choice in choices]
 
 
@@ -56,4 +57,4 @@ def _steps(a: Layout, b: Layout) -> int:
     """How far two layouts are apart."""
     tile = abs(a.m - b.m) // WARPGROUP_ROWS + abs(a.n - b.n) // KEY_STEP
     stages = abs(a.q_stages - b.q_stages) + abs(a.kv_stages - b.kv_stages)
-    return tile + stages + (a.has_pingpong != b.has_pingpong) + (a.o_aliases_q != b.o_aliases_q)
+    return tile + stages + (a.has_pingpong != b.has_pingpong) + (a.o_place != b.o_place)

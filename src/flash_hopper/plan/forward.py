@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 from flash_hopper import settings
 from flash_hopper.geometry.arith import ceil_div, round_up
-from flash_hopper.plan.budget import HDIM_STEP, Layout, choose_layout
+from flash_hopper.plan.budget import HDIM_STEP, Layout, OPlace, choose_layout
 from flash_hopper.plan.own_tiles import OwnRow, find_row, read_rows
 from flash_hopper.plan.tables.forward import choose_tile
 from flash_hopper.problem.attention import AttentionProblem
@@ -28,8 +28,8 @@ class ForwardPlan:
     """Compile-time choices of the forward kernel.
 
     `tile_m` query rows (64 per consumer warpgroup) and `tile_n` keys per step; head dims rounded up to `HDIM_STEP`, the
-    real ones are run-time sizes. `q_stages` > 1 loads the next tile's Q during this tile; with `o_aliases_q` the output
-    is staged in Q's buffer. `mask` says which bounds the kernel knows; `negates_scores` serves a negative softmax scale;
+    real ones are run-time sizes. `q_stages` > 1 loads the next tile's Q during this tile; `o_place`: where the output is
+    staged. `mask` says which bounds the kernel knows; `negates_scores` serves a negative softmax scale;
     `has_lse` stores the log-sum-exp. `scheduler` says how persistent CTAs find their next tile; `is_ragged` that the
     lengths of sequences are on the device, and `shares_tiles` that heads of a short one share tiles (`geometry/tiles.py`).
     """
@@ -41,7 +41,7 @@ class ForwardPlan:
     tile_n: int
     q_stages: int
     kv_stages: int
-    o_aliases_q: bool
+    o_place: OPlace
     has_pingpong: bool
     scheduler: Literal["static", "dynamic"]
     mask: MaskKind
@@ -60,7 +60,7 @@ class ForwardPlan:
     @property
     def layout(self) -> Layout:
         """Tile and stages alone."""
-        stages = self.q_stages, self.kv_stages, self.o_aliases_q
+        stages = self.q_stages, self.kv_stages, self.o_place
         return Layout(self.tile_m, self.tile_n, self.has_pingpong, *stages)
 
     @property
@@ -83,6 +83,11 @@ class ForwardPlan:
         in_front = steps if self.mask == "local" else [0] * len(steps)
         most = max(map(sum, zip(reversed(steps), in_front, strict=True)))
         return self.mask == "full" or most < self.kv_stages
+
+    @property
+    def frees_q_early(self) -> bool:
+        """Whether the only stage of Q is freed behind the last scores of a tile, so that the next tile's loads during the rest of it."""
+        return self.q_stages == 1 and self.o_place != "q"
 
     @property
     def has_idle(self) -> bool:
@@ -108,7 +113,7 @@ class ForwardPlan:
             *(["lse"] if self.has_lse else []),
             *(["neg"] if self.negates_scores else []),
             *(["pingpong"] if self.has_pingpong else []),
-            *(["oq"] if self.o_aliases_q else []),
+            *([] if self.o_place == "apart" else [f"o{self.o_place}"]),
         ]
         head = f"forward_{self.dtype}_d{self.tile_hdim}_dv{self.tile_hdimv}"
         return f"{head}_{self.tile_m}x{self.tile_n}_q{self.q_stages}kv{self.kv_stages}_" + "_".join(flags)
@@ -170,7 +175,7 @@ def plan_with(problem: AttentionProblem, layout: Layout) -> ForwardPlan:
         tile_n=layout.n,
         q_stages=layout.q_stages,
         kv_stages=layout.kv_stages,
-        o_aliases_q=layout.o_aliases_q,
+        o_place=layout.o_place,
         has_pingpong=layout.has_pingpong,
         scheduler="static" if mask == "full" and not is_ragged else "dynamic",
         mask=mask,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from flash_hopper.geometry.arith import round_up
-from flash_hopper.plan.budget import choose_fp8_buffers
+from flash_hopper.plan.budget import OPlace, choose_fp8_buffers
 from flash_hopper.plan.forward import ForwardPlan, longest_rows, visited_rows
 from flash_hopper.plan.tables.forward_fp8 import PLAIN, TILE_N, Fp8Demand, choose_fp8_tile
 from flash_hopper.problem.attention import AttentionProblem
@@ -41,7 +41,7 @@ class ForwardFp8Plan:
     tile_n: int
     q_stages: int
     kv_stages: int
-    o_aliases_q: bool
+    o_place: OPlace
     scheduler: Literal["static", "dynamic"]
     mask: MaskKind
     is_ragged: bool
@@ -55,6 +55,7 @@ class ForwardFp8Plan:
     kind = "forward_fp8"
     dtype = DType.E4M3  # of Q, K, V and P
     has_pingpong = False
+    frees_q_early = False
     shares_tiles = False
     looks_ahead = ForwardPlan.looks_ahead
     frees_unseen = ForwardPlan.frees_unseen
@@ -119,7 +120,7 @@ class ForwardFp8Plan:
             *(["ragged"] if self.is_ragged else []),
             *(["lse"] if self.has_lse else []),
             *(["neg"] if self.negates_scores else []),
-            *(["oq"] if self.o_aliases_q else []),
+            *([] if self.o_place == "apart" else [f"o{self.o_place}"]),
         ]
         head = f"forward_fp8_{self.out_dtype}_d{self.tile_hdim}_dv{self.tile_hdimv}"
         return f"{head}_{self.tile_m}x{self.tile_n}_q{self.q_stages}kv{self.kv_stages}_" + "_".join(flags)
@@ -156,7 +157,7 @@ def plan_forward_fp8(
         tile_n=TILE_N,
         q_stages=buffers.q_stages,
         kv_stages=buffers.kv_stages,
-        o_aliases_q=buffers.o_aliases_q,
+        o_place=buffers.o_place,
         scheduler="static" if mask.kind == "full" and problem.ragged is None else "dynamic",
         mask=mask.kind,
         is_ragged=is_ragged,

@@ -13,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, get_args
 
-from flash_hopper.plan.budget import HDIM_STEP, Layout, layout_fault
+from flash_hopper.plan.budget import HDIM_STEP, Layout, OPlace, layout_fault
 from flash_hopper.problem.attention import MAX_HEAD_DIM
 from flash_hopper.problem.dtypes import KERNEL_DTYPES
 from flash_hopper.problem.errors import ArgumentError
@@ -43,14 +43,14 @@ class OwnRow:
     has_pingpong: bool
     q_stages: int
     kv_stages: int
-    o_aliases_q: bool
+    o_place: OPlace
     gpu: str | None
     why: str
 
     @property
     def layout(self) -> Layout:
         """Tile and stages."""
-        return Layout(self.m, self.n, self.has_pingpong, self.q_stages, self.kv_stages, self.o_aliases_q)
+        return Layout(self.m, self.n, self.has_pingpong, self.q_stages, self.kv_stages, self.o_place)
 
     @property
     def place(self) -> tuple[Any, ...]:
@@ -166,9 +166,9 @@ def _check_type(value: Any, name: str, where: str) -> None:
     """`type` and not isinstance: true is no number."""
     if name == "gpu":
         wanted, fits = "a string or null", value is None or type(value) is str
-    elif name in ("mask", "why"):
+    elif name in ("mask", "o_place", "why"):
         wanted, fits = "a string", type(value) is str
-    elif name in ("is_ragged", "has_pingpong", "o_aliases_q"):
+    elif name in ("is_ragged", "has_pingpong"):
         wanted, fits = "true or false", type(value) is bool
     else:
         wanted, fits = "an integer", type(value) is int

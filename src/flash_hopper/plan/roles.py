@@ -89,7 +89,8 @@ class PipelineSpec:
 
 
 def forward_pipelines(plan: ForwardPlan | ForwardFp8Plan) -> dict[str, PipelineSpec]:
-    """The forward's pipelines by name: q, k, v, and tile, which carries coordinates instead of data."""
+    """The forward's pipelines by name: q, k, v, and tile, which carries coordinates instead of data; o, if O lies in stages of V, says
+    that they are V's again."""
     warps = roles_of(plan).consumer_warps
     size = plan.dtype.itemsize
     specs = [
@@ -97,6 +98,7 @@ def forward_pipelines(plan: ForwardPlan | ForwardFp8Plan) -> dict[str, PipelineS
         PipelineSpec("k", plan.kv_stages, warps, plan.tile_n * plan.tile_hdim * size),
         PipelineSpec("v", plan.kv_stages, warps, plan.tile_n * plan.tile_hdimv * size),
         PipelineSpec("tile", TILE_SLOTS, warps + 1, 0),  # the producer reads, too
+        *([PipelineSpec("o", 1, 1, 0)] if plan.o_place == "v" else []),
     ]
     return {spec.name: spec for spec in specs}
 

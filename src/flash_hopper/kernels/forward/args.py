@@ -60,3 +60,4 @@ class Pipelines(NamedTuple):
     k: Any
     v: Any
     tiles: TileMailbox
+    o: Any | None = None  # plan.o_place "v" only

@@ -22,7 +22,8 @@ from flash_hopper.device.dsl import (
 from flash_hopper.device.gemm import issue
 from flash_hopper.device.layouts import acc_as_operand_a, acc_as_rows, transposed
 from flash_hopper.device.masking import mask_columns
-from flash_hopper.device.pipelines import await_stage, consumer_state, skip_stage
+from flash_hopper.device.pipelines import await_stage, consumer_state, producer_state, skip_stage
+from flash_hopper.device.ptx import await_phase
 from flash_hopper.device.registers import to_operand
 from flash_hopper.device.sequences import make_batch
 from flash_hopper.device.softmax import SoftmaxState, make_state, scale_rows, update
@@ -90,6 +91,7 @@ class Consumer:
         self.is_windowed = plan.mask in ("local", "chunk")
         self.ends = BOTH if self.is_windowed else RIGHT  # of a block that the right end of what is visible cuts
         self.epilogue = Epilogue(plan)
+        self.has_o_in_q, self.has_o_in_v = plan.o_place == "q", plan.o_place == "v"
 
     @cute.jit
     def run(
@@ -150,9 +152,11 @@ class Consumer:
             pipes.v.consumer_release(own_v)
             if const_expr(not plan.looks_ahead):
                 k_state, v_state = self.skip(pipes, k_state, v_state, own_part.behind, wg)
-            if const_expr(not plan.o_aliases_q):
+            if const_expr(not plan.frees_q_early and not self.has_o_in_q):
                 pipes.q.consumer_release(own_q)
-            slot = own_q.index * plan.consumer_warpgroups + wg if const_expr(plan.o_aliases_q) else wg
+            slot = own_q.index * plan.consumer_warpgroups + wg if const_expr(self.has_o_in_q) else wg
+            if const_expr(self.has_o_in_v):
+                slot = self.value_stage(pipes, v_state, wg)
             self.epilogue.store_o(
                 args,
                 atoms,
@@ -168,9 +172,11 @@ class Consumer:
             if const_expr(plan.looks_ahead):
                 k_state = self.finish_first(pipes, tile, k_state)
                 frags.acc_O.fill(0.0)
+            if const_expr(self.has_o_in_v):
+                self.return_stage(pipes, thread)
             if const_expr(plan.has_lse):
                 self.epilogue.store_lse(args, softmax, own, own_part.head, own_part.first_row, thread % 32)
-            if const_expr(plan.o_aliases_q):
+            if const_expr(self.has_o_in_q):
                 held, holds = own_q.clone(), Boolean(True)
                 if const_expr(plan.q_stages == 1):
                     self.release_held(pipes, held, thread)
@@ -195,6 +201,36 @@ class Consumer:
             self.epilogue.wait_stored()
         cute.arch.sync_warp()
         pipes.q.consumer_release(held)
+
+    @cute.jit
+    def free_q(self, pipes: Pipelines, part: Part, n_block: Int32) -> None:
+        """With `plan.frees_q_early`, free the only stage of Q if the scores that are done are those of the part's last block."""
+        if const_expr(self.plan.frees_q_early):
+            if n_block == part.blocks.start:
+                pipes.q.consumer_release(consumer_state(1))
+
+    @cute.jit
+    def value_stage(self, pipes: Pipelines, v_state: Any, wg: Int32) -> Int32:
+        """The stage of V in which this warpgroup stages O, when all have read it: the first, second ... that the next tile will fill.
+
+        v_state: the cursor behind the tile. This warpgroup has waited for every stage before it, so that the barrier of a free stage
+        cannot be a round behind, which its parity would not tell.
+        """
+        stage = v_state.clone()
+        for _ in cutlass.range(wg, unroll=1):
+            stage.advance()
+        await_phase(pipes.v.sync_object_empty.get_barrier(stage.index), stage.phase ^ 1)
+        return stage.index
+
+    @cute.jit
+    def return_stage(self, pipes: Pipelines, thread: Int32) -> None:
+        """Tell the producer that the store has read O, so that the stage is V's again. At once: the next tile's first blocks may be
+        some of which this warpgroup sees nothing, and it waits for their V before it does anything else."""
+        if thread < 32:
+            self.epilogue.wait_stored()
+            with cute.arch.elect_one():
+                pipes.o.producer_commit(producer_state(1))
+        cute.arch.sync_warp()
 
     def make_state(self) -> SoftmaxState:
         """Registers of the softmax."""
@@ -303,8 +339,9 @@ class Consumer:
         if const_expr(self.is_windowed):
             self.mask_scores(args, frags, part, last, is_cut_left, BOTH)
         self.mask_scores(args, frags, part, last, not is_cut_left and last >= blocks.inner_end, RIGHT)
+        self.free_q(pipes, part, last)
         self.first_probabilities(args, atoms, pipes, frags, softmax, part, v_state, wg, last)
-        if const_expr(plan.o_aliases_q and plan.q_stages > 1):
+        if const_expr(self.has_o_in_q and plan.q_stages > 1):
             if holds:  # by now the store has read it
                 self.release_held(pipes, held, thread)
         if const_expr(plan.has_idle):
@@ -427,6 +464,7 @@ class Consumer:
         warpgroup.wait_group(1)  # QK done, PV may still run
         pipes.k.consumer_release(k_state)
         k_state.advance()
+        self.free_q(pipes, part, n_block)
         if const_expr(self.plan.negates_scores):
             self.negate_scores(frags)
         if const_expr(ends != UNCUT):

@@ -18,7 +18,7 @@ from flash_hopper.device.dsl import (
     pipeline,
     warpgroup,
 )
-from flash_hopper.device.pipelines import tma_pipeline
+from flash_hopper.device.pipelines import thread_pipeline, tma_pipeline
 from flash_hopper.device.schedulers.mailbox import make_mailbox
 from flash_hopper.device.schedulers.source import DenseTiles, RaggedTiles, SchedulerWarp, Work
 from flash_hopper.device.sequences import RaggedArgs, make_batch
@@ -186,6 +186,11 @@ class ForwardKernel:
             k=tma_pipeline(specs["k"], storage.bar_k, cute.size_in_bytes(dtype, tiles.k)),
             v=tma_pipeline(specs["v"], storage.bar_v, cute.size_in_bytes(dtype, tiles.v)),
             tiles=make_mailbox(specs["tile"], storage, self.plan.is_ragged),
+            o=(
+                thread_pipeline(specs["o"], storage.bar_o, self.plan.consumer_warpgroups)
+                if self.plan.o_place == "v"
+                else None
+            ),
         )
 
 

@@ -7,7 +7,7 @@ V stages keep rolling over tile boundaries, so the next tile's first loads run d
 from typing import Any
 
 from flash_hopper.device.dsl import Constexpr, Int32, const_expr, cute, cutlass
-from flash_hopper.device.pipelines import consumer_state, load, partition, producer_state
+from flash_hopper.device.pipelines import await_full, consumer_state, load, partition, producer_state
 from flash_hopper.device.sequences import make_batch
 from flash_hopper.geometry.blocks import Blocks, key_blocks, warpgroup_blocks
 from flash_hopper.geometry.tiles import shares
@@ -32,6 +32,7 @@ class Producer:
         plan = self.plan
         q_state, tile_state = producer_state(plan.q_stages), consumer_state(TILE_SLOTS)
         k_state, v_state = producer_state(plan.kv_stages), producer_state(plan.kv_stages)
+        o_state = producer_state(1)  # of O of the tile before, a barrier that counts as passed at first
         tile = pipes.tiles.read(tile_state)
         tile_state.advance()
         while tile.block >= 0:
@@ -41,9 +42,12 @@ class Producer:
                 share = shares(tile.allocated_q, plan.consumer_warpgroups)
                 first = share.head(tile.head, 0)
                 for i in cutlass.range(share.heads(tile.head, args.work.heads), unroll=1):
-                    k_state, v_state = self.load_kv(args, atoms, shared, pipes, tile, first + i, k_state, v_state)
+                    k_state, v_state = self.load_kv(
+                        args, atoms, shared, pipes, tile, first + i, k_state, v_state, o_state
+                    )
             else:
-                k_state, v_state = self.load_kv(args, atoms, shared, pipes, tile, tile.head, k_state, v_state)
+                k_state, v_state = self.load_kv(args, atoms, shared, pipes, tile, tile.head, k_state, v_state, o_state)
+            o_state.advance()
             tile = pipes.tiles.read(tile_state)
             tile_state.advance()
 
@@ -88,6 +92,7 @@ class Producer:
         head: Int32,
         k_state: Any,
         v_state: Any,
+        o_state: Any,
     ) -> tuple[Any, Any]:
         """The tile's key blocks for a head from the last to the first; returns the advanced cursors."""
         plan, batch = self.plan, self.batch
@@ -110,15 +115,21 @@ class Producer:
             load(atoms.tma_k, k_src[None, n_block], k_dst[None, k_state.index], pipes.k, k_state)
             self.free_unseen(pipes.k, k_state, own, n_block)
             k_state.advance()
-            pipes.v.producer_acquire(v_state)
+            self.acquire_v(pipes, v_state, o_state)
             load(atoms.tma_v, v_src[None, n_block + 1], v_dst[None, v_state.index], pipes.v, v_state)
             self.free_unseen(pipes.v, v_state, own, n_block + 1)
             v_state.advance()
-        pipes.v.producer_acquire(v_state)
+        self.acquire_v(pipes, v_state, o_state)
         load(atoms.tma_v, v_src[None, blocks.start], v_dst[None, v_state.index], pipes.v, v_state)
         self.free_unseen(pipes.v, v_state, own, blocks.start)
         v_state.advance()
         return k_state, v_state
+
+    def acquire_v(self, pipes: Pipelines, v_state: Any, o_state: Any) -> None:
+        """Until a stage of V is free, of O of the tile before as well. That is said once a tile, and true until the tile's end."""
+        pipes.v.producer_acquire(v_state)
+        if self.plan.o_place == "v":
+            await_full(pipes.o, o_state)
 
     def value_blocks(self, args: ForwardArgs, tile: Any, head_k: Int32) -> cute.Tensor:
         """V of the tile's sequence and key head: (tile_n, tile_hdimv, key block)."""

@@ -2,14 +2,15 @@
 
 | buffer | holds | shares memory with | written by | read by |
 |---|---|---|---|---|
-| barriers | full and empty mbarriers of q, k, v, tile | - | all | all |
+| barriers | full and empty mbarriers of q, k, v, tile, o | - | all | all |
 | slots | coordinates of the next tiles | - | scheduler | producer and consumer warps |
 | sQ | (64, tile_hdim) per warpgroup and Q stage | sO, if the plan says so | TMA | wgmma |
 | sK | (tile_n, tile_hdim) per K/V stage | - | TMA | wgmma |
 | sV | (tile_n, tile_hdimv) per K/V stage | - | TMA | wgmma |
-| sO | (64, tile_hdimv) per warpgroup | the tile's own Q, if the plan says so | its warpgroup (stmatrix) | TMA store |
+| sO | (64, tile_hdimv) per warpgroup | as `plan.o_place` says: nobody, the tile's own Q, or a stage of V | its warpgroup (stmatrix) | TMA store |
 
-A warpgroup's part of Q is contiguous, so that its O can take exactly that place once its own last QK is done.
+A warpgroup's part of Q is contiguous, so that its O can take exactly that place once its own last QK is done. A stage of V is read by
+all warpgroups: `Consumer.value_stage` says which and when.
 """
 
 from typing import Any, NamedTuple
@@ -49,7 +50,7 @@ def tile_layouts(plan: ForwardPlan) -> TileLayouts:
 def _sizes(plan: ForwardPlan) -> tuple[int, int, int, int]:
     """Elements of one warpgroup's Q slot, one K stage, one V stage, one warpgroup's O."""
     q, o = WG_ROWS * plan.tile_hdim, WG_ROWS * plan.tile_hdimv
-    return max(q, o) if plan.o_aliases_q else q, plan.tile_n * plan.tile_hdim, plan.tile_n * plan.tile_hdimv, o
+    return max(q, o) if plan.o_place == "q" else q, plan.tile_n * plan.tile_hdim, plan.tile_n * plan.tile_hdimv, o
 
 
 def shared_struct(plan: ForwardPlan) -> Any:
@@ -66,12 +67,13 @@ def shared_struct(plan: ForwardPlan) -> Any:
         bar_q: tensor[Int64, 2 * specs["q"].stages]
         bar_k: tensor[Int64, 2 * specs["k"].stages]
         bar_v: tensor[Int64, 2 * specs["v"].stages]
+        bar_o: tensor[Int64, 2 * specs["o"].stages if "o" in specs else 0]
         bar_tile: tensor[Int64, 2 * specs["tile"].stages]
         slots: align[tensor[Int32, slot_ints(plan.is_ragged) * specs["tile"].stages], 16]
         sQ: align[tensor[dtype, q * wgs * plan.q_stages], SWIZZLE_ALIGN]
         sK: align[tensor[dtype, k * stages], SWIZZLE_ALIGN]
         sV: align[tensor[dtype, v * stages], SWIZZLE_ALIGN]
-        sO: align[tensor[dtype, 0 if plan.o_aliases_q else o * wgs], SWIZZLE_ALIGN]
+        sO: align[tensor[dtype, o * wgs if plan.o_place == "apart" else 0], SWIZZLE_ALIGN]
 
     check_shared_memory(plan.name, Shared.size_in_bytes())
     return Shared
@@ -90,9 +92,9 @@ def allocate(plan: ForwardPlan, struct: Any, tiles: TileLayouts) -> tuple[Any, S
         sQ=tensor(storage.sQ, tiles.q, wgs * plan.q_stages, q),
         sK=tensor(storage.sK, tiles.k, stages, k),
         sV=tensor(storage.sV, tiles.v, stages, v),
-        sO=(
-            tensor(storage.sQ, tiles.o, wgs * plan.q_stages, q)
-            if plan.o_aliases_q
-            else tensor(storage.sO, tiles.o, wgs, o)
-        ),
+        sO={
+            "apart": lambda: tensor(storage.sO, tiles.o, wgs, o),
+            "q": lambda: tensor(storage.sQ, tiles.o, wgs * plan.q_stages, q),
+            "v": lambda: tensor(storage.sV, tiles.o, stages, v),
+        }[plan.o_place](),
     )

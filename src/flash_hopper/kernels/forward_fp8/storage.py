@@ -72,7 +72,7 @@ class _Sizes(NamedTuple):
 
 def _sizes(plan: ForwardFp8Plan) -> _Sizes:
     q, o = WG_ROWS * plan.tile_hdim, WG_ROWS * plan.tile_hdimv * plan.out_dtype.itemsize
-    q = max(q, o) if plan.o_aliases_q else q
+    q = max(q, o) if plan.o_place == "q" else q
     return _Sizes(q, plan.tile_n * plan.tile_hdim, plan.tile_n * plan.value_rows, o)
 
 
@@ -82,7 +82,7 @@ def shared_struct(plan: ForwardFp8Plan) -> Any:
     specs = forward_pipelines(plan)
     sizes = _sizes(plan)
     wgs, stages = plan.consumer_warpgroups, plan.kv_stages
-    o_count = 0 if plan.o_aliases_q else sizes.o // plan.out_dtype.itemsize * wgs
+    o_count = 0 if plan.o_place == "q" else sizes.o // plan.out_dtype.itemsize * wgs
     tensor = cute.struct.MemRange
     align = cute.struct.Align
 
@@ -119,7 +119,7 @@ def allocate(plan: ForwardFp8Plan, struct: Any, tiles: TileLayouts) -> tuple[Any
         sV=tensor(storage.sV, tiles.v, stages, sizes.v),
         sO=(
             tensor(storage.sQ, tiles.o, wgs * plan.q_stages, sizes.q // out_bytes, dtype=out_dtype)
-            if plan.o_aliases_q
+            if plan.o_place == "q"
             else tensor(storage.sO, tiles.o, wgs, sizes.o // out_bytes)
         ),
         sV_operand=tensor(storage.sV, tiles.v_operand, stages, sizes.v),
