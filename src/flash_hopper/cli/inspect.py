@@ -200,7 +200,7 @@ def _role_rows(plan: "ForwardPlan") -> list[tuple[str, str]]:
     roles = roles_of(plan)
     at_launch = REGISTER_FILE // roles.threads // 8 * 8
     return [
-        ("threads", f"{roles.threads}: 1 warpgroup with the producer and the scheduler, "
+        ("threads", f"{roles.threads}: 1 warpgroup with the producer and the scheduler{' of each stream' * (plan.streams > 1)}, "
                     f"{roles.consumer_warpgroups} consumer warpgroups"),
         ("registers a thread", f"{at_launch} at launch, then {roles.producer_registers} producer, "
                                f"{roles.consumer_registers} consumer"),
