@@ -1,5 +1,7 @@
 """How the forward kernel is launched, and which arguments its host code refuses: seen without a GPU."""
 
+from dataclasses import replace
+
 import pytest
 from launch_recorder import Recorder, gpu_tensor, ragged_args
 
@@ -21,6 +23,10 @@ RAGGED += forward_plans([(192, 128)], dtypes=BF16, mask=("causal",), ragged=(Tru
 RAGGED += forward_plans(
     [(128, 128)], dtypes=(DType.FP16,), mask=("local",), ragged=(True,), lse=(False,), negative_scale=(True,)
 )
+# two tiles in a CTA
+TWO = {"tile_m": 128, "q_stages": 2, "kv_stages": 4, "streams": 2}
+PLANS += [replace(p, **TWO) for p in PLANS if (p.tile_hdim, p.tile_n) == (64, 64)]
+RAGGED += [replace(p, **TWO, tile_n=64, mask="local") for p in RAGGED if p.tile_hdim == 64 and p.mask == "chunk"][:2]
 every_dense_plan = pytest.mark.parametrize("plan", PLANS, ids=lambda p: p.name)
 every_ragged_plan = pytest.mark.parametrize("plan", RAGGED, ids=lambda p: p.name)
 every_plan = pytest.mark.parametrize("plan", [*PLANS, *RAGGED], ids=lambda p: p.name)

@@ -10,15 +10,29 @@ from hypothesis import strategies as st
 from flash_hopper.geometry.blocks import key_blocks, warpgroup_blocks
 from flash_hopper.geometry.masks import UNBOUNDED, Lengths, MaskBounds
 from flash_hopper.plan.budget import (
+    MOST_STREAMS,
     SMEM_BARRIER_BYTES,
     SMEM_LIMIT_BYTES,
     SMEM_RESERVED_BYTES,
     choose_buffers,
     forward_smem_bytes,
+    layout_fault,
 )
 from flash_hopper.plan.candidates import candidates
 from flash_hopper.plan.forward import HDIM_STEP, ForwardPlan, plan_forward
-from flash_hopper.plan.roles import REGISTER_FILE, REGISTERS, TILE_SLOTS, WARPGROUP, Roles, forward_pipelines, roles_of
+from flash_hopper.plan.roles import (
+    PRODUCER,
+    REGISTER_FILE,
+    REGISTERS,
+    SCHEDULER,
+    STREAM_WARPS,
+    TILE_SLOTS,
+    WARP,
+    WARPGROUP,
+    Roles,
+    forward_pipelines,
+    roles_of,
+)
 from flash_hopper.plan.tables.forward import CHUNK_MAX_M, RAGGED_TO, ROWS, WINDOW_TO, Tile, choose_row, choose_tile
 from flash_hopper.problem.attention import AttentionOptions, AttentionProblem, attention_problem
 from flash_hopper.problem.dtypes import KERNEL_DTYPES, DType
@@ -31,6 +45,7 @@ from flash_hopper.problem.tensor import TensorSpec
 HEAD_DIMS = range(8, 257, 8)
 PADDED_DIMS = range(HDIM_STEP, 257, HDIM_STEP)
 LENGTHS = (1, 64, 128, 129, 192, 1024, 16_384)
+MOST_SLOT_BYTES = 48  # a tile of a ragged batch: 11 ints, in whole 16-byte pieces
 LONG = 32_768  # longer than every window and chunk below
 KINDS = ("full", "causal", "local", "chunk")
 
@@ -94,7 +109,7 @@ def runnable(request):
 def test_every_head_dim_pair_fits_shared_memory(runnable):
     room = SMEM_LIMIT_BYTES - SMEM_RESERVED_BYTES - SMEM_BARRIER_BYTES
     for plan in runnable:
-        tile, size = Tile(plan.tile_m, plan.tile_n), plan.dtype.itemsize
+        tile, size = Tile(plan.tile_m, plan.tile_n, streams=plan.streams), plan.dtype.itemsize
         used = forward_smem_bytes(
             tile, plan.tile_hdim, plan.tile_hdimv, size, plan.q_stages, plan.kv_stages, plan.o_aliases_q
         )
@@ -307,8 +322,37 @@ def test_pipelines_count_one_arrival_a_warp_that_reads_and_whole_stages(runnable
         assert pipelines["k"].stages == pipelines["v"].stages == plan.kv_stages
         assert (pipelines["tile"].stages, pipelines["tile"].tx_bytes) == (TILE_SLOTS, 0)
         for name, spec in pipelines.items():
-            # tiles are read by the producer as well
+            # tiles are read by the producer as well; of several streams each has pipelines of its own
             assert spec.consumer_arrivals == 4 * plan.consumer_warpgroups + (name == "tile"), plan
+        barriers = 2 * 8 * sum(spec.stages for spec in pipelines.values())
+        slots = TILE_SLOTS * MOST_SLOT_BYTES
+        assert plan.streams * (barriers + slots) <= SMEM_BARRIER_BYTES, plan
+
+
+def test_streams_have_two_warps_each_of_the_producers_warpgroup_and_consumers_of_their_own(runnable):
+    assert MOST_STREAMS * STREAM_WARPS * WARP == WARPGROUP
+    assert {PRODUCER, SCHEDULER} == set(range(STREAM_WARPS))
+    for plan in runnable:
+        roles = roles_of(plan)
+        assert roles.threads == WARPGROUP * (1 + plan.streams * plan.consumer_warpgroups), plan
+        assert 1 <= plan.streams <= MOST_STREAMS, plan
+
+
+def test_the_tables_choose_one_stream(plans):
+    assert {plan.streams for plan in plans} == {1}
+
+
+def test_streams_are_all_that_tells_such_a_plan_from_the_tables_plan_with_the_same_tile(plans):
+    """As `dataclasses.replace` makes one for measurements."""
+    for plan in plans:
+        two = dataclasses.replace(plan, streams=2)
+        assert two.layout == dataclasses.replace(plan.layout, streams=2)
+        assert two.name != plan.name
+        of_tile = "consumer_warpgroups", "looks_ahead", "has_idle", "frees_unseen"
+        assert [getattr(two, name) for name in of_tile] == [getattr(plan, name) for name in of_tile]
+        fault = layout_fault(two.layout, plan.tile_hdim, plan.tile_hdimv, plan.dtype.itemsize, plan.mask)
+        if fault is None:
+            assert roles_of(two).consumer_warps == roles_of(plan).consumer_warps
 
 
 def test_a_tile_that_cannot_fit_is_refused_with_the_arithmetic():

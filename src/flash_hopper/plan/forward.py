@@ -27,7 +27,9 @@ SHORT_ROWS = 128
 class ForwardPlan:
     """Compile-time choices of the forward kernel.
 
-    `tile_m` query rows (64 per consumer warpgroup) and `tile_n` keys per step; head dims rounded up to `HDIM_STEP`, the
+    `tile_m` query rows (64 per consumer warpgroup) and `tile_n` keys per step. Of `streams` > 1 each computes tiles of its own, beside
+    the others and with nothing in common but the CTA: producer and scheduler warp, consumers, stages, barriers. Stream 0 starts
+    `lead_cycles` of the SM's clock before the other: tiles of equal length would else start and end at the same time. Head dims rounded up to `HDIM_STEP`, the
     real ones are run-time sizes. `q_stages` > 1 loads the next tile's Q during this tile; with `o_aliases_q` the output
     is staged in Q's buffer. `mask` says which bounds the kernel knows; `negates_scores` serves a negative softmax scale;
     `has_lse` stores the log-sum-exp. `scheduler` says how persistent CTAs find their next tile; `is_ragged` that the
@@ -49,6 +51,8 @@ class ForwardPlan:
     shares_tiles: bool
     has_lse: bool
     negates_scores: bool
+    streams: int = 1
+    lead_cycles: int = 0
 
     kind = "forward"
 
@@ -61,11 +65,11 @@ class ForwardPlan:
     def layout(self) -> Layout:
         """Tile and stages alone."""
         stages = self.q_stages, self.kv_stages, self.o_aliases_q
-        return Layout(self.tile_m, self.tile_n, self.has_pingpong, *stages)
+        return Layout(self.tile_m, self.tile_n, self.has_pingpong, *stages, self.streams)
 
     @property
     def consumer_warpgroups(self) -> int:
-        """Warpgroups that compute; each owns 64 query rows."""
+        """Warpgroups that compute a tile; each owns 64 query rows."""
         return self.tile_m // 64
 
     @property
@@ -109,9 +113,11 @@ class ForwardPlan:
             *(["neg"] if self.negates_scores else []),
             *(["pingpong"] if self.has_pingpong else []),
             *(["oq"] if self.o_aliases_q else []),
+            *([f"lead{self.lead_cycles}"] if self.lead_cycles else []),
         ]
         head = f"forward_{self.dtype}_d{self.tile_hdim}_dv{self.tile_hdimv}"
-        return f"{head}_{self.tile_m}x{self.tile_n}_q{self.q_stages}kv{self.kv_stages}_" + "_".join(flags)
+        tile = f"{self.tile_m}x{self.tile_n}" if self.streams == 1 else f"{self.streams}x{self.tile_m}x{self.tile_n}"
+        return f"{head}_{tile}_q{self.q_stages}kv{self.kv_stages}_" + "_".join(flags)
 
 
 class Choice(NamedTuple):
@@ -178,6 +184,7 @@ def plan_with(problem: AttentionProblem, layout: Layout) -> ForwardPlan:
         shares_tiles=is_ragged and longest_rows(problem) <= SHORT_ROWS,
         has_lse=Feature.LSE in problem.features,
         negates_scores=Feature.NEGATIVE_SCALE in problem.features,
+        streams=layout.streams,
     )
 
 

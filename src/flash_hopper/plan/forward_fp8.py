@@ -56,6 +56,7 @@ class ForwardFp8Plan:
     dtype = DType.E4M3  # of Q, K, V and P
     has_pingpong = False
     shares_tiles = False
+    streams = 1
     looks_ahead = ForwardPlan.looks_ahead
     frees_unseen = ForwardPlan.frees_unseen
 

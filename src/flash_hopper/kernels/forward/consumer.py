@@ -81,11 +81,11 @@ class Cursors(NamedTuple):
 
 
 class Consumer:
-    """`plan` is compile-time. `warpgroup` counts consumers from 0, `thread` runs within the warpgroup."""
+    """`plan` is compile-time. `wg` counts the CTA's consumers from 0, over all streams, `thread` runs within the warpgroup."""
 
     def __init__(self, plan: ForwardPlan) -> None:
         self.plan = plan
-        self.turns = Turns(plan.consumer_warpgroups, plan.has_pingpong)
+        self.turns = Turns(plan.consumer_warpgroups, plan.has_pingpong, plan.streams)
         self.batch = make_batch(plan.is_ragged)
         self.is_windowed = plan.mask in ("local", "chunk")
         self.ends = BOTH if self.is_windowed else RIGHT  # of a block that the right end of what is visible cuts
@@ -152,7 +152,9 @@ class Consumer:
                 k_state, v_state = self.skip(pipes, k_state, v_state, own_part.behind, wg)
             if const_expr(not plan.o_aliases_q):
                 pipes.q.consumer_release(own_q)
-            slot = own_q.index * plan.consumer_warpgroups + wg if const_expr(plan.o_aliases_q) else wg
+            slot = self.in_tile(wg)
+            if const_expr(plan.o_aliases_q):
+                slot = own_q.index * plan.consumer_warpgroups + slot
             self.epilogue.store_o(
                 args,
                 atoms,
@@ -196,6 +198,10 @@ class Consumer:
         cute.arch.sync_warp()
         pipes.q.consumer_release(held)
 
+    def in_tile(self, wg: Int32) -> Int32:
+        """Which of its tile's warpgroups this one is."""
+        return wg if self.plan.streams == 1 else wg % self.plan.consumer_warpgroups
+
     def make_state(self) -> SoftmaxState:
         """Registers of the softmax."""
         return make_state()
@@ -216,7 +222,7 @@ class Consumer:
 
     def part(self, args: ForwardArgs, tile: Any, wg: Int32, thread: Int32) -> Part:
         """This warpgroup's part of a tile, of which it need not compute every key block."""
-        plan = self.plan
+        plan, wg = self.plan, self.in_tile(wg)
         wgs, row = plan.consumer_warpgroups, tile.block * plan.tile_m
         lengths, mask = self.batch.lengths(tile, args.mQ, args.mK), args.mask(plan.mask)
         whole = key_blocks(row, plan.tile_m, lengths, plan.tile_n, mask)
@@ -263,7 +269,7 @@ class Consumer:
         if tile.block >= 0:
             pipes.q.consumer_wait(q_state)
             await_stage(pipes.k, k_state, self.plan.frees_unseen)
-        q_slot = q_state.index * self.plan.consumer_warpgroups + wg
+        q_slot = q_state.index * self.plan.consumer_warpgroups + self.in_tile(wg)
         issue(
             atoms.mma_qk, frags.acc_S, frags.tSrQ[None, None, None, q_slot],
             frags.tSrK[None, None, None, k_state.index], True,
@@ -295,7 +301,7 @@ class Consumer:
         """From a tile's first scores to its last PV, which is issued and not waited for; returns the K and V cursors."""
         plan, blocks = self.plan, part.blocks
         q_state, k_state, v_state, held = cursors
-        q_slot = q_state.index * plan.consumer_warpgroups + wg
+        q_slot = q_state.index * plan.consumer_warpgroups + self.in_tile(wg)
         last = blocks.end - 1
         is_cut_left = last < blocks.inner_start if const_expr(self.is_windowed) else False
         if const_expr(plan.negates_scores):

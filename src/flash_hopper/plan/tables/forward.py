@@ -17,12 +17,14 @@ class Tile:
 
     `kv_stages`: how many stages of K and V to make room for, even at the price of a buffer for O: warpgroups that see
     different keys may then drift apart, and jump over those that they do not see (`ForwardPlan.looks_ahead`).
+    `streams`: how many such tiles a CTA computes beside each other, each with stages of its own.
     """
 
     m: int
     n: int
     has_pingpong: bool = True
     kv_stages: int = 2
+    streams: int = 1
 
 
 @dataclass(frozen=True, slots=True)
