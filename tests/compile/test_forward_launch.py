@@ -1,7 +1,5 @@
 """How the forward kernel is launched, and which arguments its host code refuses: seen without a GPU."""
 
-from dataclasses import replace
-
 import pytest
 from launch_recorder import Recorder, gpu_tensor, ragged_args
 
@@ -18,15 +16,11 @@ BF16 = (DType.BF16,)
 PLANS = forward_plans([(r.hdim, r.hdimv) for r in ROWS], dtypes=BF16, mask=("causal",), lse=(True,))
 PLANS += forward_plans([(64, 64), (256, 256)], dtypes=(DType.FP16,), mask=("full",), lse=(False,))
 PLANS += forward_plans([(128, 128)], dtypes=BF16, mask=("local", "chunk"), lse=(True,))
-RAGGED = forward_plans([(64, 64)], dtypes=BF16, mask=("full", "chunk"), ragged=(True,), lse=(True,))
+RAGGED = forward_plans([(64, 64)], dtypes=BF16, mask=("full", "local", "chunk"), ragged=(True,), lse=(True,))
 RAGGED += forward_plans([(192, 128)], dtypes=BF16, mask=("causal",), ragged=(True,), lse=(True,))
 RAGGED += forward_plans(
     [(128, 128)], dtypes=(DType.FP16,), mask=("local",), ragged=(True,), lse=(False,), negative_scale=(True,)
 )
-# two tiles in a CTA
-TWO = {"tile_m": 128, "q_stages": 2, "kv_stages": 4, "streams": 2}
-PLANS += [replace(p, **TWO) for p in PLANS if (p.tile_hdim, p.tile_n) == (64, 64)]
-RAGGED += [replace(p, **TWO, tile_n=64, mask="local") for p in RAGGED if p.tile_hdim == 64 and p.mask == "chunk"][:2]
 every_dense_plan = pytest.mark.parametrize("plan", PLANS, ids=lambda p: p.name)
 every_ragged_plan = pytest.mark.parametrize("plan", RAGGED, ids=lambda p: p.name)
 every_plan = pytest.mark.parametrize("plan", [*PLANS, *RAGGED], ids=lambda p: p.name)

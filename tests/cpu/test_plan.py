@@ -233,7 +233,7 @@ def test_the_tile_of_a_ragged_batch_is_that_of_the_hint_in_powers_of_two_or_of_t
         for batch, ragged, counted in ((3, hinted, 1 << (length - 1).bit_length()), (7, unhinted, length)):
             plan = plan_forward(dataclasses.replace(base, batch=batch, ragged=ragged))
             tile = choose_tile(d, d, kind, counted, is_ragged=True)
-            assert (plan.tile_m, plan.tile_n) == (tile.m, tile.n), (d, kind, length)
+            assert (plan.tile_m, plan.tile_n, plan.streams) == (tile.m, tile.n, tile.streams), (d, kind, length)
     nothing = Ragged(True, True, False, False, 0, 0, None, None)
     for ragged in (nothing, dataclasses.replace(nothing, max_seqlen_q=0)):
         assert plan_forward(dataclasses.replace(with_mask(64, 64, "full", 1), batch=0, ragged=ragged)).is_ragged
@@ -253,11 +253,8 @@ def test_windows_take_the_tile_for_windows_up_to_its_limit_whichever_end_reaches
             base = problem(row.hdim, row.hdimv, seqlen_q=LONG, seqlen_k=LONG)
             plan = plan_forward(dataclasses.replace(base, mask=Mask(left, right)))
             tile = row.window or row.causal or row.tile
-            assert (plan.tile_m, plan.tile_n, plan.has_pingpong) == (tile.m, tile.n, tile.has_pingpong), (
-                row,
-                left,
-                right,
-            )
+            taken = plan.tile_m, plan.tile_n, plan.has_pingpong, plan.streams
+            assert taken == (tile.m, tile.n, tile.has_pingpong, tile.streams), (row, left, right)
         if row.window is not None:
             assert choose_tile(row.hdim, row.hdimv, "local", WINDOW_TO + 1) != row.window
 
@@ -296,7 +293,7 @@ def test_who_looks_ahead_never_jumps_over_a_round_of_stages(runnable):
 
 def test_chunks_have_the_registers_that_their_bounds_need(runnable):
     for plan in runnable:
-        assert plan.mask != "chunk" or plan.tile_m <= CHUNK_MAX_M, plan
+        assert plan.mask != "chunk" or plan.streams * plan.tile_m <= CHUNK_MAX_M, plan
 
 
 def test_flags_that_the_kernel_is_compiled_for_are_in_the_plan():
@@ -338,21 +335,25 @@ def test_streams_have_two_warps_each_of_the_producers_warpgroup_and_consumers_of
         assert 1 <= plan.streams <= MOST_STREAMS, plan
 
 
-def test_the_tables_choose_one_stream(plans):
-    assert {plan.streams for plan in plans} == {1}
+def test_the_tables_choose_two_streams_up_to_head_dim_64_where_nothing_is_chunked_and_nowhere_else(plans):
+    of_streams = {plan for plan in plans if plan.streams == 2}
+    assert {(p.tile_hdim, p.tile_hdimv) for p in of_streams} == set(product((32, 64), (32, 64)))
+    assert {(p.mask, p.is_ragged) for p in of_streams} == set(product(("full", "causal", "local"), (False, True)))
+    for plan in of_streams:
+        assert (plan.q_stages, plan.kv_stages, plan.o_aliases_q) == (2, 4 if plan.mask == "local" else 3, False), plan
 
 
-def test_streams_are_all_that_tells_such_a_plan_from_the_tables_plan_with_the_same_tile(plans):
+def test_streams_are_all_that_tells_such_a_plan_from_one_with_the_same_tile(plans):
     """As `dataclasses.replace` makes one for measurements."""
     for plan in plans:
-        two = dataclasses.replace(plan, streams=2)
-        assert two.layout == dataclasses.replace(plan.layout, streams=2)
-        assert two.name != plan.name
+        one, two = (dataclasses.replace(plan, streams=streams) for streams in (1, 2))
+        assert two.layout == dataclasses.replace(one.layout, streams=2)
+        assert two.name != one.name
         of_tile = "consumer_warpgroups", "looks_ahead", "has_idle", "frees_unseen"
-        assert [getattr(two, name) for name in of_tile] == [getattr(plan, name) for name in of_tile]
+        assert [getattr(two, name) for name in of_tile] == [getattr(one, name) for name in of_tile]
         fault = layout_fault(two.layout, plan.tile_hdim, plan.tile_hdimv, plan.dtype.itemsize, plan.mask)
         if fault is None:
-            assert roles_of(two).consumer_warps == roles_of(plan).consumer_warps
+            assert roles_of(two).consumer_warps == roles_of(one).consumer_warps
 
 
 def test_a_tile_that_cannot_fit_is_refused_with_the_arithmetic():
@@ -383,7 +384,7 @@ def test_each_tile_is_taken_for_what_the_table_says_it_is_for():
             tile = choose_tile(row.hdim, row.hdimv, kind, seqlen, is_ragged)
             assert choose_row(row.hdim, row.hdimv) is row
             has_registers = {
-                t: kind != "chunk" or t.m <= CHUNK_MAX_M for t in (row.causal, row.ragged) if t is not None
+                t: kind != "chunk" or t.streams * t.m <= CHUNK_MAX_M for t in (row.causal, row.ragged) if t is not None
             }
             if kind == "local" and row.window is not None and seqlen <= WINDOW_TO:
                 assert tile == row.window
@@ -393,4 +394,4 @@ def test_each_tile_is_taken_for_what_the_table_says_it_is_for():
                 assert tile == row.causal
             elif tile != row.tile:
                 assert tile == row.short and kind == "full"
-                assert -(-seqlen // tile.m) * tile.m < -(-seqlen // row.tile.m) * row.tile.m
+                assert seqlen <= row.short_to or -(-seqlen // tile.m) * tile.m < -(-seqlen // row.tile.m) * row.tile.m

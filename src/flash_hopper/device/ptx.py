@@ -105,23 +105,6 @@ def await_phase(barrier: Any, phase: Int32, *, loc: Any = None, ip: Any = None) 
 
 
 @dsl_user_op
-def wait_cycles(count: Int32, *, loc: Any = None, ip: Any = None) -> None:
-    """mov.u32 %clock and nanosleep: until so many cycles of the SM's clock have passed, up to 2^31."""
-    llvm.inline_asm(
-        None,
-        [Int32(count).ir_value(loc=loc, ip=ip)],
-        "{ .reg .pred p; .reg .u32 start, now; mov.u32 start, %clock; "
-        "WAIT: nanosleep.u32 100; mov.u32 now, %clock; sub.u32 now, now, start; setp.lt.u32 p, now, $0; @p bra WAIT; }",
-        "r",
-        has_side_effects=True,
-        is_align_stack=False,
-        asm_dialect=llvm.AsmDialect.AD_ATT,
-        loc=loc,
-        ip=ip,
-    )
-
-
-@dsl_user_op
 def bulk_reduce_add_f32(dst: Any, src: Any, size_bytes: int, *, loc: Any = None, ip: Any = None) -> None:
     """cp.reduce.async.bulk .add.f32: add shared memory at `src` to global memory at `dst`, element by element.
 

@@ -28,9 +28,8 @@ class ForwardPlan:
     """Compile-time choices of the forward kernel.
 
     `tile_m` query rows (64 per consumer warpgroup) and `tile_n` keys per step. Of `streams` > 1 each computes tiles of its own, beside
-    the others and with nothing in common but the CTA: producer and scheduler warp, consumers, stages, barriers. Stream 0 starts
-    `lead_cycles` of the SM's clock before the other: tiles of equal length would else start and end at the same time. Head dims rounded up to `HDIM_STEP`, the
-    real ones are run-time sizes. `q_stages` > 1 loads the next tile's Q during this tile; with `o_aliases_q` the output
+    the others and with nothing in common but the CTA: producer and scheduler warp, consumers, stages, barriers. Head dims rounded up
+    to `HDIM_STEP`, the real ones are run-time sizes. `q_stages` > 1 loads the next tile's Q during this tile; with `o_aliases_q` the output
     is staged in Q's buffer. `mask` says which bounds the kernel knows; `negates_scores` serves a negative softmax scale;
     `has_lse` stores the log-sum-exp. `scheduler` says how persistent CTAs find their next tile; `is_ragged` that the
     lengths of sequences are on the device, and `shares_tiles` that heads of a short one share tiles (`geometry/tiles.py`).
@@ -52,7 +51,6 @@ class ForwardPlan:
     has_lse: bool
     negates_scores: bool
     streams: int = 1
-    lead_cycles: int = 0
 
     kind = "forward"
 
@@ -113,7 +111,6 @@ class ForwardPlan:
             *(["neg"] if self.negates_scores else []),
             *(["pingpong"] if self.has_pingpong else []),
             *(["oq"] if self.o_aliases_q else []),
-            *([f"lead{self.lead_cycles}"] if self.lead_cycles else []),
         ]
         head = f"forward_{self.dtype}_d{self.tile_hdim}_dv{self.tile_hdimv}"
         tile = f"{self.tile_m}x{self.tile_n}" if self.streams == 1 else f"{self.streams}x{self.tile_m}x{self.tile_n}"

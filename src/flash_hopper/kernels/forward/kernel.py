@@ -19,7 +19,6 @@ from flash_hopper.device.dsl import (
     warpgroup,
 )
 from flash_hopper.device.pipelines import tma_pipeline
-from flash_hopper.device.ptx import wait_cycles
 from flash_hopper.device.schedulers.mailbox import make_mailbox
 from flash_hopper.device.schedulers.source import DenseTiles, RaggedTiles, SchedulerWarp, Work
 from flash_hopper.device.sequences import RaggedArgs, make_batch
@@ -49,9 +48,7 @@ class ForwardKernel:
     Roles: warps 0 and 1 of warpgroup 0 are the producer and the scheduler (its other warps leave at once); warpgroups
     1.. are consumers, 64 query rows each. Registers a thread: `plan/roles.py`, set by setmaxnreg. With `plan.streams` = 2 there
     are two of everything below, warps 2 and 3 the producer and the scheduler of the second: each stream has its own tiles, and
-    neither waits for the other, so that one computes scores while the other starts or ends a tile. How far apart they are is decided
-    at the start, by `plan.lead_cycles`, if their tiles are of equal length: each tile that one ends, the other catches up and falls
-    back as much.
+    neither waits for the other, so that one computes scores while the other starts or ends a tile.
 
     | pipeline | stages | filled by | bytes a stage | freed by |
     |---|---|---|---|---|
@@ -183,9 +180,6 @@ class ForwardKernel:
             role = warp % STREAM_WARPS if const_expr(plan.streams > 1) else warp
             buffers, own = stream_view(plan, shared, pipes, stream)
             if role == PRODUCER:
-                if const_expr(plan.lead_cycles > 0):
-                    if stream > 0:
-                        wait_cycles(Int32(plan.lead_cycles))
                 self.producer.run(args, atoms, buffers, own)
                 cute.arch.griddepcontrol_launch_dependents()
             if role == SCHEDULER:
