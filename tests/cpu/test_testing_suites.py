@@ -3,7 +3,7 @@
 import math
 from collections import defaultdict
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 from typer.testing import CliRunner
@@ -332,7 +332,7 @@ def tiles_of(case, plan):
         return case.batch * case.heads * ceil_div(case.seqlen_q, plan.tile_m)
     side = case.side("q")
     ends = None if side.offsets is None else [*side.offsets, side.rows]
-    rows = [side.rows] * case.batch if ends is None else [b - a for a, b in zip(ends, ends[1:], strict=False)]
+    rows = [side.rows] * case.batch if ends is None else [b - a for a, b in pairwise(ends)]
     if plan.shares_tiles:
         return sum(shares(n, plan.consumer_warpgroups).tiles(case.heads) for n in rows)
     return sum(case.heads * ceil_div(n, plan.tile_m) for n in rows)

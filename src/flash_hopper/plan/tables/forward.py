@@ -78,8 +78,8 @@ TWO_STREAMS, THREE_STAGES, FOUR_STAGES = (
 
 ROWS = (
     Row(64, 64, Tile(192, 128), TWO_STREAMS, 4096, TWO_STREAMS, 4096, Tile(128, 64, True, 4, streams=2), TWO_STREAMS,
-        "H200, 2026-11-30, time of 256x64 over this: full 1k 1.014, 2k 1.022, 4k 1.022, causal 1.009, 1.008, 1.013, window 128 and 1024 "
-        "1.021 and 1.019, lengths by Zipf full 1.034, causal 1.079, equal ones of 2k 0.978 and 0.985; of 192x128 at 16k 0.976 and 0.979"),
+        "H200, 2026-11-30, time of 256x64 over two streams: full 1k 1.014, causal 1k, 2k, 4k 1.009, 1.008, 1.013, window 128 and 1024 1.021 "
+        "and 1.019, ragged by Zipf full 1.034, causal 1.079, 8 x 2k 0.978, 0.985; of 192x128: full 2k, 4k, 16k 1.022, 1.022, 0.976"),
     Row(96, 96, Tile(192, 96), Tile(128, 128), 0, Tile(128, 128), 2048, FOUR_STAGES, THREE_STAGES,
         "registers: 48 S + 24 P + 48 O of 160; thresholds as for 128"),
     Row(128, 128, Tile(192, 80), Tile(128, 128), 0, THREE_STAGES, 2048, FOUR_STAGES, THREE_STAGES,
