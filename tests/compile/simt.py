@@ -81,8 +81,8 @@ class _Cta:
     """The threads' turns, and two boards on which each posts a value when it meets the others: nobody is ever more than one
     meeting ahead."""
 
-    def __init__(self, block: int, threads: int) -> None:
-        self.block = block
+    def __init__(self, block: int, stream: int, threads: int) -> None:
+        self.block, self.stream = block, stream
         self.turns = [threading.Semaphore(0) for _ in range(threads)]
         self.boards: tuple[list, list] = ([None] * threads, [None] * threads)
         self.has_left = [False] * threads
@@ -122,10 +122,11 @@ class Device:
                 elif isinstance(value, type) and value.__module__ == module.__name__:
                     _unwrap(monkeypatch, value)
 
-    def run(self, grid: int, threads: int, function) -> None:
-        """`function()` in every thread of `grid` CTAs, all at once; the first failure is raised."""
+    def run(self, grid: int, threads: int, function, streams: int = 1) -> None:
+        """`function()` in every thread of `grid` CTAs, all at once; the first failure is raised. Of `streams` > 1 each has so many
+        threads, which meet among themselves only and have a number by `stream`."""
         self._grid, failures = grid, []
-        ctas = [_Cta(block, threads) for block in range(grid)]
+        ctas = [_Cta(block, stream, threads) for block in range(grid) for stream in range(streams)]
 
         def work(cta: _Cta, thread: int) -> None:
             here = self._here
@@ -173,6 +174,9 @@ class Device:
         here.allocated += 1
         return here.cta.shared[here.allocated - 1]
 
+    def stream(self) -> int:
+        return self._here.cta.stream
+
     def thread_idx(self):
         return self._here.thread, 0, 0
 
@@ -217,7 +221,7 @@ class Device:
         pass
 
 
-_ARCH = {name for name in vars(Device) if not name.startswith("_") and name != "run"}
+_ARCH = {name for name in vars(Device) if not name.startswith("_") and name not in ("run", "stream")}
 
 
 def _steps(*bounds: int, unroll: int) -> range:

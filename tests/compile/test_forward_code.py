@@ -28,9 +28,9 @@ EVERY_PAIR = forward_plans(product(ALL_HEAD_DIMS, ALL_HEAD_DIMS), dtypes=BF16, m
 UNEVEN = [
     p for p in forward_plans([(96, 128), (128, 96)], dtypes=BF16, mask=("local",), lse=(True,)) if p.o_place == "q"
 ]
-FLAGS = forward_plans([(128, 128)], dtypes=BF16, lse=(False, True), negative_scale=(False, True))
+FLAGS = forward_plans([(64, 64), (128, 128)], dtypes=BF16, lse=(False, True), negative_scale=(False, True))
 FLAGS += forward_plans(
-    [(128, 128)], dtypes=(DType.FP16,), mask=("local",), ragged=(True,), lse=(False,), negative_scale=(True,)
+    [(64, 64), (128, 128)], dtypes=(DType.FP16,), mask=("local",), ragged=(True,), lse=(False,), negative_scale=(True,)
 )
 PLANS = list(dict.fromkeys([*TUNED, *MASKED, *RAGGED, *EVERY_PAIR, *UNEVEN, *FLAGS]))
 
@@ -44,7 +44,7 @@ def test_the_plans_cover_every_tile_of_every_row_every_mask_and_layout_and_every
         of_row = [p for p in PLANS if (p.tile_hdim, p.tile_hdimv) == (row.hdim, row.hdimv) and p.mask == mask]
         dense, ragged = ({p for p in of_row if p.is_ragged == is_ragged and p.has_lse} for is_ragged in (False, True))
         assert dense and {p.shares_tiles for p in ragged} == {False, True}, (row, mask)
-        if row.ragged is not None and (mask != "chunk" or row.ragged.m <= CHUNK_MAX_M):
+        if row.ragged is not None and (mask != "chunk" or row.ragged.streams * row.ragged.m <= CHUNK_MAX_M):
             assert tile_of(row.ragged) in tiles_of(ragged), (row, mask)
         assert tile_of(row.tile) in tiles_of(ragged), "the longest"
     assert {(p.tile_hdim, p.tile_hdimv) for p in PLANS} == set(product(ALL_HEAD_DIMS, ALL_HEAD_DIMS))
@@ -53,11 +53,11 @@ def test_the_plans_cover_every_tile_of_every_row_every_mask_and_layout_and_every
 
 
 def tile_of(tile):
-    return tile.m, tile.n, tile.has_pingpong
+    return tile.m, tile.n, tile.has_pingpong, tile.streams
 
 
 def tiles_of(plans):
-    return {(p.tile_m, p.tile_n, p.has_pingpong) for p in plans}
+    return {(p.tile_m, p.tile_n, p.has_pingpong, p.streams) for p in plans}
 
 
 def tiles_of_row(row):

@@ -16,7 +16,7 @@ BF16 = (DType.BF16,)
 PLANS = forward_plans([(r.hdim, r.hdimv) for r in ROWS], dtypes=BF16, mask=("causal",), lse=(True,))
 PLANS += forward_plans([(64, 64), (256, 256)], dtypes=(DType.FP16,), mask=("full",), lse=(False,))
 PLANS += forward_plans([(128, 128)], dtypes=BF16, mask=("local", "chunk"), lse=(True,))
-RAGGED = forward_plans([(64, 64)], dtypes=BF16, mask=("full", "chunk"), ragged=(True,), lse=(True,))
+RAGGED = forward_plans([(64, 64)], dtypes=BF16, mask=("full", "local", "chunk"), ragged=(True,), lse=(True,))
 RAGGED += forward_plans([(192, 128)], dtypes=BF16, mask=("causal",), ragged=(True,), lse=(True,))
 RAGGED += forward_plans(
     [(128, 128)], dtypes=(DType.FP16,), mask=("local",), ragged=(True,), lse=(False,), negative_scale=(True,)

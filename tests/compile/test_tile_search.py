@@ -178,14 +178,14 @@ def test_lengths_that_make_no_sense_lead_to_no_row_outside_the_tensors(seed, dev
 
 
 class Posted:
-    """Stands for the mailbox: what each CTA's scheduler warp posts, in order, with its end."""
+    """Stands for the mailbox: what each scheduler warp posts, by CTA and stream, in order, with its end."""
 
     def __init__(self, device: Device) -> None:
         self.device, self.tiles, self.ended = device, {}, Counter()
 
     def post(self, state, tile) -> None:
         if self.device.lane_idx() == 0:
-            self.tiles.setdefault(self.device.block_idx()[0], []).append(tile)
+            self.tiles.setdefault(self.warp, []).append(tile)
 
     def wait_read(self, state) -> None:
         if self.device.lane_idx() == 0:
@@ -193,7 +193,11 @@ class Posted:
 
     def post_end(self, state) -> None:
         if self.device.lane_idx() == 0:
-            self.ended[self.device.block_idx()[0]] += 1
+            self.ended[self.warp] += 1
+
+    @property
+    def warp(self) -> tuple[int, int]:
+        return self.device.block_idx()[0], self.device.stream()
 
     @property
     def all(self) -> list:
@@ -201,10 +205,10 @@ class Posted:
 
 
 def searched(device: Device, tiles, work, grid: int) -> Posted:
-    posted = Posted(device)
+    posted, streams = Posted(device), tiles.streams
     warp = source.SchedulerWarp(tiles)
-    device.run(grid, WARP, lambda: warp.run(work, posted))
-    assert posted.ended == dict.fromkeys(range(grid), 1), "every CTA's warp ends, once"
+    device.run(grid, WARP, lambda: warp.run(work, posted, device.stream()), streams)
+    assert posted.ended == dict.fromkeys(product(range(grid), range(streams)), 1), "every scheduler warp ends, once"
     return posted
 
 
@@ -219,21 +223,23 @@ SEARCHES = {
 }
 
 
-@pytest.mark.parametrize(("grid", "by_keys"), [(1, False), (3, True), (5, False)])
+@pytest.mark.parametrize(("grid", "by_keys", "streams"), [(1, False, 1), (3, True, 1), (5, False, 1), (2, False, 2)])
 @pytest.mark.parametrize("name", SEARCHES)
-def test_every_tile_of_every_sequence_is_found_once_with_its_lengths(name, grid, by_keys, device):
+def test_every_tile_of_every_sequence_is_found_once_with_its_lengths(name, grid, by_keys, streams, device):
     q, k = with_gaps(*SEARCHES[name])
     table, counter = prepared(device, q, k), 3
     work = source.Work(None, table, 0, 0, HEADS, len(q.used), 1, 1000 if grid > 1 else 0)
-    tiles = source.RaggedTiles(TILE, by_keys, is_descending=not by_keys, counter=counter)
+    tiles = source.RaggedTiles(TILE, by_keys, is_descending=not by_keys, counter=counter, streams=streams)
     total = check_tiles(searched(device, tiles, work, grid), rows_of(table), by_keys)
     assert table[counter] == total, "one draw a tile, to find the next"
 
 
-@pytest.mark.parametrize(("grid", "sharing"), [(1, None), (5, 2), (1, 3), (5, 4)])
+@pytest.mark.parametrize(
+    ("grid", "sharing", "streams"), [(1, None, 1), (5, 2, 1), (1, 3, 1), (5, 4, 1), (1, 2, 2), (3, None, 2)]
+)
 @pytest.mark.parametrize("name", [*SEARCHES, "no sequence"])
 def test_a_kernel_that_makes_rows_needs_no_table_of_few_sequences_and_leaves_its_counter_at_zero(
-    name, grid, sharing, device
+    name, grid, sharing, streams, device
 ):
     q, k = with_gaps(*SEARCHES.get(name, ([], [])))
     batch, args, table = len(q.used), length_args(q.side, k.side, (64, 1)), prepared(device, q, k, (64, 1))
@@ -241,7 +247,9 @@ def test_a_kernel_that_makes_rows_needs_no_table_of_few_sequences_and_leaves_its
     if is_few:
         table = Tensor.of([0] + [None] * (table_ints(batch) - 1))
     tile_rows = TILE * (sharing or 1)
-    tiles = source.RaggedTiles(tile_rows, False, is_descending=True, counter=0, makes_rows=True, sharing=sharing)
+    tiles = source.RaggedTiles(
+        tile_rows, False, is_descending=True, counter=0, makes_rows=True, sharing=sharing, streams=streams
+    )
     for _ in range(2 if is_few else 1):
         posted = searched(device, tiles, source.Work(None, table, 0, 0, HEADS, batch, 1, 0, args), grid)
         total = check_tiles(posted, rows, by_keys=False) if sharing is None else check_bands(posted, rows, sharing)
@@ -306,7 +314,7 @@ def test_a_cta_meets_the_blocks_of_a_causal_head_from_the_longest_to_the_shortes
     table = prepared(device, Lengths([640, 320]), Lengths([640, 320]))
     work = source.Work(None, table, 0, 0, 3, 2, 1, 1 << 20)
     posted = searched(device, source.RaggedTiles(TILE, False, is_descending=True, counter=0), work, 1)
-    order = [(tile.batch, tile.block, tile.head) for tile in posted.tiles[0]]
+    order = [(tile.batch, tile.block, tile.head) for tile in posted.tiles[0, 0]]
     assert order == [
         (sequence, block, head)
         for sequence, blocks in ((0, 10), (1, 5))
@@ -315,14 +323,22 @@ def test_a_cta_meets_the_blocks_of_a_causal_head_from_the_longest_to_the_shortes
 
 
 @pytest.mark.parametrize("kind", ["static", "dynamic"])
-@pytest.mark.parametrize("grid", [1, 3, 12])
-def test_every_tile_of_a_dense_batch_is_found_once_and_the_counter_is_zero_again(kind, grid, device):
+@pytest.mark.parametrize(("grid", "streams"), [(1, 1), (3, 1), (12, 1), (1, 2), (3, 2), (16, 2)])
+def test_every_tile_of_a_dense_batch_is_found_once_and_the_counter_is_zero_again(kind, grid, streams, device):
     blocks, heads, batch, counter = 5, 2, 3, Tensor.of([0])
     total = blocks * heads * batch
     grid = min(grid, total)  # as the host code launches
     work = source.Work(counter if kind == "dynamic" else None, None, total, blocks, heads, batch, 1, 4)
     expected = Counter(TileCoord(*cell) for cell in product(range(blocks), range(heads), range(batch)))
     for _ in range(2):
-        posted = searched(device, source.DenseTiles(kind, is_descending=True), work, grid)
+        posted = searched(device, source.DenseTiles(kind, is_descending=True, streams=streams), work, grid)
         assert Counter(posted.all) == expected
         assert counter.values == [0]
+
+
+@pytest.mark.parametrize("kind", ["static", "dynamic"])
+def test_a_second_stream_gets_no_tile_before_every_cta_has_one(kind, device):
+    total, grid = 5, 4
+    work = source.Work(Tensor.of([0]) if kind == "dynamic" else None, None, total, total, 1, 1, 1, 1)
+    posted = searched(device, source.DenseTiles(kind, is_descending=True, streams=2), work, grid)
+    assert {cta for cta, _ in posted.tiles} == set(range(grid))

@@ -43,7 +43,7 @@ def test_the_plan_of_the_tables_is_the_first_and_every_other_differs_from_it_in_
         layout = plan.layout
         same = replace(
             plan, tile_m=first.tile_m, tile_n=first.tile_n, q_stages=first.q_stages, kv_stages=first.kv_stages,
-            o_place=first.o_place, has_pingpong=first.has_pingpong,
+            o_place=first.o_place, has_pingpong=first.has_pingpong, streams=first.streams,
         )  # fmt: skip
         assert same == first
         assert layout_fault(layout, hdim, hdimv, 2, mask) is None
@@ -54,7 +54,7 @@ def test_the_plan_of_the_tables_is_the_first_and_every_other_differs_from_it_in_
 def test_every_layout_that_fits_is_there_and_no_other(asked):
     problem = asked.problem
     choice = choice_of(problem)
-    every = product(range(0, 400, 32), range(0, 300, 8), (False, True), range(4), range(10), O_PLACES)
+    every = product(range(0, 400, 32), range(0, 300, 8), (False, True), range(4), range(10), O_PLACES, range(4))
     wanted = {Layout(*x) for x in every if layout_fault(Layout(*x), choice.hdim, choice.hdimv, 2, choice.mask) is None}
     assert {plan.layout for plan in candidates(problem)} == wanted
 
@@ -75,9 +75,10 @@ def test_tiles_that_the_tables_use_for_other_lengths_and_masks_are_tried_early(d
 
 def test_layouts_that_the_tables_would_not_choose_for_their_tile_come_last():
     problem = shape(64).problem
+    tile = choose_row(64, 64).tile
     usual = {
         choose_layout(
-            replace(choose_row(64, 64).tile, m=x.m, n=x.n, has_pingpong=x.has_pingpong, kv_stages=stages), 64, 64, 2
+            replace(tile, m=x.m, n=x.n, has_pingpong=x.has_pingpong, kv_stages=stages, streams=x.streams), 64, 64, 2
         )
         for x in (plan.layout for plan in candidates(problem))
         for stages in KV_STAGES
@@ -103,6 +104,12 @@ def test_layouts_that_the_tables_would_not_choose_for_their_tile_come_last():
         (Layout(128, 64, True, 1, 9, "apart"), "kv_stages "),
         (Layout(128, 64, True, 2, 6, "apart"), "kv_stages "),
         (Layout(256, 64, True, 1, 2, "apart"), "n "),
+        (Layout(192, 64, True, 1, 2, "apart", 2), "m "),
+        (Layout(64, 64, True, 1, 2, "apart", 2), "has_pingpong "),
+        (Layout(128, 64, True, 1, 2, "apart", 2), "n "),
+        (Layout(64, 64, False, 2, 3, "apart", 2), "kv_stages "),
+        (Layout(64, 64, False, 1, 2, "apart", 0), "streams "),
+        (Layout(64, 64, False, 1, 2, "apart", 3), "streams "),
     ],
     ids=str,
 )
@@ -115,6 +122,9 @@ def test_the_bounds_of_chunks_need_registers_that_four_warpgroups_do_not_have():
     layout = Layout(256, 48, True, 1, 2, "apart")
     assert layout_fault(layout, 64, 64, 2, "causal") is None
     assert "chunks" in layout_fault(layout, 64, 64, 2, "chunk")
+    of_streams = Layout(128, 48, True, 1, 2, "apart", 2)
+    assert layout_fault(of_streams, 64, 64, 2, "causal") is None
+    assert "chunks in 2 streams" in layout_fault(of_streams, 64, 64, 2, "chunk")
 
 
 def test_the_steps_cover_what_a_layout_may_be():

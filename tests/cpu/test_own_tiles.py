@@ -21,9 +21,12 @@ from flash_hopper.testing.bench_suites import BenchShape
 
 ROW = OwnRow(128, 128, "causal", False, 2049, 4096, 128, 96, True, 2, 2, "apart", "NVIDIA H20", "100 us against 110 us")
 NAMES = [field.name for field in fields(OwnRow)]
+REQUIRED = [name for name in NAMES if name != "streams"]
 
 MASKS = ("full", "causal", "local", "chunk")
-LAYOUTS = [Layout(*x) for x in product((64, 128, 192, 256), (32, 64, 112), (False, True), (1, 2), (2, 3, 5), O_PLACES)]
+LAYOUTS = [
+    Layout(*x) for x in product((64, 128, 192, 256), (32, 64, 112), (False, True), (1, 2), (2, 3, 5), O_PLACES, (1, 2))
+]
 texts = st.text(min_size=1).filter(str.strip)
 
 
@@ -35,7 +38,8 @@ def rows(draw):
     layout, low = draw(st.sampled_from(fitting)), draw(st.integers(0, 3))
     gpu = draw(st.sampled_from([None, "NVIDIA H20"]) | texts)
     lengths = low, low + draw(st.integers(0, 2))
-    return OwnRow(hdim, hdimv, mask, draw(st.booleans()), *lengths, *asdict(layout).values(), gpu, draw(texts))
+    place = hdim, hdimv, mask, draw(st.booleans())
+    return OwnRow(*place, *lengths, gpu=gpu, why=draw(texts), **asdict(layout))
 
 
 def text_of(*given: dict) -> str:
@@ -111,6 +115,9 @@ def test_a_value_of_another_type_is_refused_with_file_row_and_field(name, value)
         ({"n": 192}, r"n = 192 .* takes 208 registers .* has 232"),
         ({"kv_stages": 4}, r"kv_stages and q_stages .* take \d+ bytes, there are \d+"),
         ({"m": 64}, "has_pingpong must be false"),
+        ({"m": 64, "streams": 2}, "has_pingpong must be false"),
+        ({"streams": 3}, "streams must be 1 to 2, got 3"),
+        ({"m": 192, "streams": 2}, "m must be a multiple of 64 up to 128 in 2 streams, got 192"),
         ({"mask": "chunk", "m": 256, "n": 32, "hdimv": 32}, "m must be at most 192 for chunks"),
         ({"why": " "}, "why must say"),
         ({"gpu": ""}, "gpu must be a name"),
@@ -123,12 +130,18 @@ def test_a_row_that_no_kernel_could_follow_is_refused_when_the_file_is_read(chan
         parse_rows(text_of(asdict(ROW) | changes), "tiles.json")
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_field_is_required(name):
+@pytest.mark.parametrize("name", REQUIRED)
+def test_every_field_but_the_streams_is_required(name):
     values = asdict(ROW)
     del values[name]
     with pytest.raises(ArgumentError, match=rf"row 0: {name} is missing"):
         parse_rows(text_of(values), "tiles.json")
+
+
+def test_a_row_that_says_nothing_of_streams_has_one():
+    values = asdict(ROW)
+    del values["streams"]
+    assert parse_rows(text_of(values), "tiles.json") == (ROW,)
 
 
 @pytest.mark.parametrize(

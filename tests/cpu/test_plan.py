@@ -10,15 +10,29 @@ from hypothesis import strategies as st
 from flash_hopper.geometry.blocks import key_blocks, warpgroup_blocks
 from flash_hopper.geometry.masks import UNBOUNDED, Lengths, MaskBounds
 from flash_hopper.plan.budget import (
+    MOST_STREAMS,
     SMEM_BARRIER_BYTES,
     SMEM_LIMIT_BYTES,
     SMEM_RESERVED_BYTES,
     choose_buffers,
     forward_smem_bytes,
+    layout_fault,
 )
 from flash_hopper.plan.candidates import candidates
 from flash_hopper.plan.forward import HDIM_STEP, ForwardPlan, plan_forward
-from flash_hopper.plan.roles import REGISTER_FILE, REGISTERS, TILE_SLOTS, WARPGROUP, Roles, forward_pipelines, roles_of
+from flash_hopper.plan.roles import (
+    PRODUCER,
+    REGISTER_FILE,
+    REGISTERS,
+    SCHEDULER,
+    STREAM_WARPS,
+    TILE_SLOTS,
+    WARP,
+    WARPGROUP,
+    Roles,
+    forward_pipelines,
+    roles_of,
+)
 from flash_hopper.plan.tables.forward import CHUNK_MAX_M, RAGGED_TO, ROWS, WINDOW_TO, Tile, choose_row, choose_tile
 from flash_hopper.problem.attention import AttentionOptions, AttentionProblem, attention_problem
 from flash_hopper.problem.dtypes import KERNEL_DTYPES, DType
@@ -31,6 +45,7 @@ from flash_hopper.problem.tensor import TensorSpec
 HEAD_DIMS = range(8, 257, 8)
 PADDED_DIMS = range(HDIM_STEP, 257, HDIM_STEP)
 LENGTHS = (1, 64, 128, 129, 192, 1024, 16_384)
+MOST_SLOT_BYTES = 48  # a tile of a ragged batch: 11 ints, in whole 16-byte pieces
 LONG = 32_768  # longer than every window and chunk below
 KINDS = ("full", "causal", "local", "chunk")
 
@@ -94,7 +109,7 @@ def runnable(request):
 def test_every_head_dim_pair_fits_shared_memory(runnable):
     room = SMEM_LIMIT_BYTES - SMEM_RESERVED_BYTES - SMEM_BARRIER_BYTES
     for plan in runnable:
-        tile, size = Tile(plan.tile_m, plan.tile_n), plan.dtype.itemsize
+        tile, size = Tile(plan.tile_m, plan.tile_n, streams=plan.streams), plan.dtype.itemsize
         used = forward_smem_bytes(
             tile, plan.tile_hdim, plan.tile_hdimv, size, plan.q_stages, plan.kv_stages, plan.o_place
         )
@@ -218,7 +233,7 @@ def test_the_tile_of_a_ragged_batch_is_that_of_the_hint_in_powers_of_two_or_of_t
         for batch, ragged, counted in ((3, hinted, 1 << (length - 1).bit_length()), (7, unhinted, length)):
             plan = plan_forward(dataclasses.replace(base, batch=batch, ragged=ragged))
             tile = choose_tile(d, d, kind, counted, is_ragged=True)
-            assert (plan.tile_m, plan.tile_n) == (tile.m, tile.n), (d, kind, length)
+            assert (plan.tile_m, plan.tile_n, plan.streams) == (tile.m, tile.n, tile.streams), (d, kind, length)
     nothing = Ragged(True, True, False, False, 0, 0, None, None)
     for ragged in (nothing, dataclasses.replace(nothing, max_seqlen_q=0)):
         assert plan_forward(dataclasses.replace(with_mask(64, 64, "full", 1), batch=0, ragged=ragged)).is_ragged
@@ -238,11 +253,8 @@ def test_windows_take_the_tile_for_windows_up_to_its_limit_whichever_end_reaches
             base = problem(row.hdim, row.hdimv, seqlen_q=LONG, seqlen_k=LONG)
             plan = plan_forward(dataclasses.replace(base, mask=Mask(left, right)))
             tile = row.window or row.causal or row.tile
-            assert (plan.tile_m, plan.tile_n, plan.has_pingpong) == (tile.m, tile.n, tile.has_pingpong), (
-                row,
-                left,
-                right,
-            )
+            taken = plan.tile_m, plan.tile_n, plan.has_pingpong, plan.streams
+            assert taken == (tile.m, tile.n, tile.has_pingpong, tile.streams), (row, left, right)
         if row.window is not None:
             assert choose_tile(row.hdim, row.hdimv, "local", WINDOW_TO + 1) != row.window
 
@@ -296,7 +308,7 @@ def test_who_looks_ahead_never_jumps_over_a_round_of_stages(runnable):
 
 def test_chunks_have_the_registers_that_their_bounds_need(runnable):
     for plan in runnable:
-        assert plan.mask != "chunk" or plan.tile_m <= CHUNK_MAX_M, plan
+        assert plan.mask != "chunk" or plan.streams * plan.tile_m <= CHUNK_MAX_M, plan
 
 
 def test_flags_that_the_kernel_is_compiled_for_are_in_the_plan():
@@ -325,8 +337,41 @@ def test_pipelines_count_one_arrival_a_warp_that_reads_and_whole_stages(runnable
         assert pipelines["k"].stages == pipelines["v"].stages == plan.kv_stages
         assert (pipelines["tile"].stages, pipelines["tile"].tx_bytes) == (TILE_SLOTS, 0)
         for name, spec in pipelines.items():
-            # tiles are read by the producer as well
+            # tiles are read by the producer as well; of several streams each has pipelines of its own
             assert spec.consumer_arrivals == 4 * plan.consumer_warpgroups + (name == "tile"), plan
+        barriers = 2 * 8 * sum(spec.stages for spec in pipelines.values())
+        slots = TILE_SLOTS * MOST_SLOT_BYTES
+        assert plan.streams * (barriers + slots) <= SMEM_BARRIER_BYTES, plan
+
+
+def test_streams_have_two_warps_each_of_the_producers_warpgroup_and_consumers_of_their_own(runnable):
+    assert MOST_STREAMS * STREAM_WARPS * WARP == WARPGROUP
+    assert {PRODUCER, SCHEDULER} == set(range(STREAM_WARPS))
+    for plan in runnable:
+        roles = roles_of(plan)
+        assert roles.threads == WARPGROUP * (1 + plan.streams * plan.consumer_warpgroups), plan
+        assert 1 <= plan.streams <= MOST_STREAMS, plan
+
+
+def test_the_tables_choose_two_streams_up_to_head_dim_64_where_nothing_is_chunked_and_nowhere_else(plans):
+    of_streams = {plan for plan in plans if plan.streams == 2}
+    assert {(p.tile_hdim, p.tile_hdimv) for p in of_streams} == set(product((32, 64), (32, 64)))
+    assert {(p.mask, p.is_ragged) for p in of_streams} == set(product(("full", "causal", "local"), (False, True)))
+    for plan in of_streams:
+        assert (plan.q_stages, plan.kv_stages, plan.o_place) == (2, 4 if plan.mask == "local" else 3, "apart"), plan
+
+
+def test_streams_are_all_that_tells_such_a_plan_from_one_with_the_same_tile(plans):
+    """As `dataclasses.replace` makes one for measurements."""
+    for plan in plans:
+        one, two = (dataclasses.replace(plan, streams=streams) for streams in (1, 2))
+        assert two.layout == dataclasses.replace(one.layout, streams=2)
+        assert two.name != one.name
+        of_tile = "consumer_warpgroups", "looks_ahead", "has_idle", "frees_unseen"
+        assert [getattr(two, name) for name in of_tile] == [getattr(one, name) for name in of_tile]
+        fault = layout_fault(two.layout, plan.tile_hdim, plan.tile_hdimv, plan.dtype.itemsize, plan.mask)
+        if fault is None:
+            assert roles_of(two).consumer_warps == roles_of(one).consumer_warps
 
 
 def test_a_tile_that_cannot_fit_is_refused_with_the_arithmetic():
@@ -357,7 +402,7 @@ def test_each_tile_is_taken_for_what_the_table_says_it_is_for():
             tile = choose_tile(row.hdim, row.hdimv, kind, seqlen, is_ragged)
             assert choose_row(row.hdim, row.hdimv) is row
             has_registers = {
-                t: kind != "chunk" or t.m <= CHUNK_MAX_M for t in (row.causal, row.ragged) if t is not None
+                t: kind != "chunk" or t.streams * t.m <= CHUNK_MAX_M for t in (row.causal, row.ragged) if t is not None
             }
             if kind == "local" and row.window is not None and seqlen <= WINDOW_TO:
                 assert tile == row.window
@@ -367,4 +412,4 @@ def test_each_tile_is_taken_for_what_the_table_says_it_is_for():
                 assert tile == row.causal
             elif tile != row.tile:
                 assert tile == row.short and kind == "full"
-                assert -(-seqlen // tile.m) * tile.m < -(-seqlen // row.tile.m) * row.tile.m
+                assert seqlen <= row.short_to or -(-seqlen // tile.m) * tile.m < -(-seqlen // row.tile.m) * row.tile.m

@@ -3,12 +3,14 @@
 import math
 from collections import defaultdict
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 from typer.testing import CliRunner
 
 from flash_hopper.cli.main import app
+from flash_hopper.geometry.arith import ceil_div
+from flash_hopper.geometry.tiles import shares
 from flash_hopper.plan.backward import BackwardDkdvPlan, BackwardDqPlan, PostprocessPlan, PreprocessPlan
 from flash_hopper.problem.dtypes import DType
 from flash_hopper.problem.errors import ArgumentError
@@ -317,6 +319,57 @@ def test_the_backward_sanitizer_suite_meets_every_family_of_kernels():
     assert {(p.tile_m, p.tile_n) for p in plans if isinstance(p, BackwardDqPlan)} == {
         (p.tile_m, p.tile_n) for p in everything if isinstance(p, BackwardDqPlan)
     }
+
+
+# ---- streams ---------------------------------------------------------------------------------------------------
+
+SMS = 132  # of an H100 or H200, with a CTA each
+
+
+def tiles_of(case, plan):
+    """Tiles of a forward; those of rows that no sequence uses included."""
+    if not case.is_ragged:
+        return case.batch * case.heads * ceil_div(case.seqlen_q, plan.tile_m)
+    side = case.side("q")
+    ends = None if side.offsets is None else [*side.offsets, side.rows]
+    rows = [side.rows] * case.batch if ends is None else [b - a for a, b in pairwise(ends)]
+    if plan.shares_tiles:
+        return sum(shares(n, plan.consumer_warpgroups).tiles(case.heads) for n in rows)
+    return sum(case.heads * ceil_div(n, plan.tile_m) for n in rows)
+
+
+def met_by_streams(*names):
+    """(case, number of tiles) by kind of plan (mask, is_ragged, shares_tiles), of plans with several streams."""
+    met = defaultdict(list)
+    for case in (case for name in names for case in suite(name)):
+        plan = plan_of(case)
+        if plan is not None and plan.streams > 1:
+            met[plan.mask, plan.is_ragged, plan.shares_tiles].append((case, tiles_of(case, plan)))
+    return met
+
+
+def test_every_kind_of_plan_with_streams_meets_streams_without_a_tile_with_one_and_with_several():
+    """A second stream gets a tile when every CTA has one."""
+    met = met_by_streams("forward", "ragged")
+    layouts = ((False, False), (True, False), (True, True))
+    assert set(met) == {(mask, *layout) for mask, layout in product(("full", "causal", "local"), layouts)}
+    for kind, found in met.items():
+        counts, crowds = {n for _, n in found}, [case for case, n in found if n > SMS]
+        assert 1 in counts and any(1 < n <= SMS for n in counts), kind
+        assert max(counts) > 2 * SMS, kind
+        assert any(case.seqlen_q % 128 for case in crowds), kind
+        assert any(case.heads > case.heads_k > 1 for case in crowds), kind
+        assert any(case.heads > case.heads_k == 1 for case in crowds), kind
+        if kind[1]:
+            assert {case.batch > 31 for case in crowds} == {False, True}, "with and without a table in memory"
+
+
+def test_tools_that_slow_kernels_down_meet_both_streams_of_a_cta():
+    met = met_by_streams("sanitizer", "ragged-sanitizer")
+    crowded = {kind for kind, found in met.items() if any(n > SMS for _, n in found)}
+    for seen in (set(met), crowded):
+        assert {mask for mask, _, _ in seen} == {"full", "causal", "local"}
+        assert {kind[1:] for kind in seen} == {(False, False), (True, False), (True, True)}
 
 
 # ---- ragged ----------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ FORWARD = [
     replace(case_of(128, (2500, 2500), heads=(16, 4)), left=400, causal=True),
     replace(case_of(128, (1000, 1500), batch=2, heads=(8, 8)), chunk=300),
     ragged_case(64, (700, 700), "causal", batch=40, heads=(8, 2), lengths_q="zipf", lengths_k="zipf1"),
+    ragged_case(64, (900, 900), "causal", batch=20, heads=(8, 2), lengths_q="zipf", lengths_k="zipf1"),
     ragged_case(128, (900, 900), "full", batch=20, heads=(8, 4), **SIDES[2]),
     ragged_case(128, (2000, 2000), "causal", batch=60, heads=(8, 2), lengths_q="one_long", lengths_k="one_long"),
     ragged_case(64, (8, 8), "full", batch=2000, heads=(4, 4), lengths_q="tiny", lengths_k="tiny"),

@@ -114,13 +114,18 @@ def memory_map(plan: "ForwardPlan") -> list[tuple[str, int, str]]:
     k, v = plan.tile_n * plan.tile_hdim * size, plan.tile_n * plan.tile_hdimv * size
     q_stage = max(q, o) if plan.o_place == "q" else q
     own = plan.o_place == "apart"
+    streams, times = plan.streams, f"{plan.streams} x " if plan.streams > 1 else ""
     return [
         ("reserved", SMEM_RESERVED_BYTES, "by the runtime"),
         ("barriers", SMEM_BARRIER_BYTES, "mbarriers and tile coordinates, up to the next 1024 bytes"),
-        ("sQ", q_stage * plan.q_stages, f"{plan.q_stages} x {plan.tile_m} x {plan.tile_hdim}"),
-        ("sK", k * plan.kv_stages, f"{plan.kv_stages} x {plan.tile_n} x {plan.tile_hdim}"),
-        ("sV", v * plan.kv_stages, f"{plan.kv_stages} x {plan.tile_n} x {plan.tile_hdimv}"),
-        ("sO", o if own else 0, f"{plan.tile_m} x {plan.tile_hdimv}" if own else f"in s{plan.o_place.upper()}"),
+        ("sQ", streams * q_stage * plan.q_stages, f"{times}{plan.q_stages} x {plan.tile_m} x {plan.tile_hdim}"),
+        ("sK", streams * k * plan.kv_stages, f"{times}{plan.kv_stages} x {plan.tile_n} x {plan.tile_hdim}"),
+        ("sV", streams * v * plan.kv_stages, f"{times}{plan.kv_stages} x {plan.tile_n} x {plan.tile_hdimv}"),
+        (
+            "sO",
+            streams * o if own else 0,
+            f"{times}{plan.tile_m} x {plan.tile_hdimv}" if own else f"in s{plan.o_place.upper()}",
+        ),
     ]
 
 
@@ -181,6 +186,7 @@ def _tile_rows(problem: "AttentionProblem", plan: "ForwardPlan", own: "OwnRow | 
         source, why = f"of {settings.TILES}, for {own.rows_from} to {own.rows_to} rows", own.why
     return [
         ("query rows x keys a step", f"{plan.tile_m} x {plan.tile_n}"),
+        *([("streams", f"{plan.streams} such tiles beside each other")] if plan.streams > 1 else []),
         ("head dims", f"{problem.head_dim} in {plan.tile_hdim}, {problem.head_dim_v} in {plan.tile_hdimv}"),
         ("table row", source),
         ("because", escape(why)),
@@ -195,7 +201,7 @@ def _role_rows(plan: "ForwardPlan") -> list[tuple[str, str]]:
     roles = roles_of(plan)
     at_launch = REGISTER_FILE // roles.threads // 8 * 8
     return [
-        ("threads", f"{roles.threads}: 1 warpgroup with the producer and the scheduler, "
+        ("threads", f"{roles.threads}: 1 warpgroup with the producer and the scheduler{' of each stream' * (plan.streams > 1)}, "
                     f"{roles.consumer_warpgroups} consumer warpgroups"),
         ("registers a thread", f"{at_launch} at launch, then {roles.producer_registers} producer, "
                                f"{roles.consumer_registers} consumer"),

@@ -163,8 +163,9 @@ def _table(tuning: "Tuning", results: "list[Measured]", flops: float) -> Table:
     shown = [m for i, m in enumerate(results) if i < SHOWN or m.plan == tuning.table]
     for m in shown:
         x, is_table = m.plan.layout, m.plan == tuning.table
+        times = f"{x.streams} x " if x.streams > 1 else ""
         table.add_row(
-            f"{x.m} x {x.n}", "yes" if x.has_pingpong else "no", str(x.q_stages), str(x.kv_stages),
+            f"{times}{x.m} x {x.n}", "yes" if x.has_pingpong else "no", str(x.q_stages), str(x.kv_stages),
             PLACE_WORDS[x.o_place], f"{m.us:.1f}", f"{flops / m.us * 1e-6:.0f}", f"{m.gain:.3f}", str(m.launches),
             "the tables' choice" if is_table else "", style="bold" if is_table else None,
         )  # fmt: skip

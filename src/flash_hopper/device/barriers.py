@@ -1,7 +1,10 @@
 """Named barriers: their numbers, and the turns that warpgroups take at issuing GEMMs.
 
-Barrier 0 is the whole CTA's. Each consumer warpgroup has one barrier of its own for the epilogue and one for its turn.
+Barrier 0 is the whole CTA's. Each consumer warpgroup has one barrier of its own for the epilogue and one for its turn; warpgroups
+are counted over all streams of a CTA.
 """
+
+from typing import Any
 
 from flash_hopper.device.dsl import Int32, cute, cutlass
 from flash_hopper.plan.roles import WARP, WARPGROUP
@@ -22,19 +25,25 @@ class Turns:
 
     A warpgroup waits on its own barrier, on which only its predecessor arrives. Every warpgroup takes the same number
     of turns per tile, so the arrival left over at the end of a tile serves the next one. `count` is compile-time; with
-    `is_on` False, or one warpgroup, nothing is emitted.
+    `is_on` False, or one warpgroup, nothing is emitted. Of `rings` > 1 each has `count` warpgroups.
     """
 
-    def __init__(self, count: int, is_on: bool) -> None:
+    def __init__(self, count: int, is_on: bool, rings: int = 1) -> None:
         self.count = count
         self.is_on = is_on and count > 1
+        self.rings = rings
+
+    def first(self, warpgroup: Int32) -> Any:
+        """The first warpgroup of this one's ring."""
+        return 0 if self.rings == 1 else warpgroup // self.count * self.count
 
     @cute.jit
     def start(self, warpgroup: Int32) -> None:
-        """The last warpgroup hands the first turn to warpgroup 0. Once per kernel."""
+        """The last warpgroup hands the first turn to the first one. Once per kernel."""
         if cutlass.const_expr(self.is_on):
-            if warpgroup == self.count - 1:
-                cute.arch.barrier_arrive(barrier_id=TURN, number_of_threads=2 * WARPGROUP)
+            first = self.first(warpgroup)
+            if warpgroup == first + self.count - 1:
+                cute.arch.barrier_arrive(barrier_id=TURN + first, number_of_threads=2 * WARPGROUP)
 
     def wait(self, warpgroup: Int32) -> None:
         """Until the predecessor has passed its turn."""
@@ -44,8 +53,10 @@ class Turns:
     def pass_on(self, warpgroup: Int32) -> None:
         """Give the turn to the next warpgroup of the ring."""
         if self.is_on:
-            successor = 1 - warpgroup if self.count == 2 else (warpgroup + 1) % self.count
-            cute.arch.barrier_arrive(barrier_id=TURN + successor, number_of_threads=2 * WARPGROUP)
+            first = self.first(warpgroup)
+            place = warpgroup - first
+            successor = 1 - place if self.count == 2 else (place + 1) % self.count
+            cute.arch.barrier_arrive(barrier_id=TURN + first + successor, number_of_threads=2 * WARPGROUP)
 
 
 def all_consumers_sync(warpgroups: int) -> None:

@@ -1,23 +1,25 @@
 """mbarrier pipelines built from the plan, so that counts and bytes cannot drift apart from it."""
 
+from dataclasses import replace
 from typing import Any
 
-from flash_hopper.device.dsl import cute, pipeline
+from flash_hopper.device.dsl import Int32, cute, pipeline
 from flash_hopper.device.ptx import await_phase
 from flash_hopper.plan.roles import PipelineSpec
 from flash_hopper.problem.errors import CompileError
 
 
-def tma_pipeline(spec: PipelineSpec, storage: Any, stage_bytes: int) -> pipeline.PipelineTmaAsync:
+def tma_pipeline(spec: PipelineSpec, storage: Any, stage_bytes: int, stream: int = 0) -> pipeline.PipelineTmaAsync:
     """A pipeline filled by TMA loads of `stage_bytes` and freed by one arrival a consumer warp.
 
     Barriers are initialised, not yet visible: the kernel synchronises once for all pipelines. `storage` holds
-    2 * stages mbarriers. Raises CompileError if a stage is not as large as the plan says.
+    2 * stages mbarriers for each stream of a CTA, of which `stream` (compile-time) gets its own. Raises CompileError if a stage is not
+    as large as the plan says.
     """
     if stage_bytes != spec.tx_bytes:
         raise CompileError(f"pipeline {spec.name}: a stage holds {stage_bytes} bytes, the plan expects {spec.tx_bytes}")
     return pipeline.PipelineTmaAsync.create(
-        barrier_storage=storage.data_ptr(),
+        barrier_storage=_barriers(spec, storage, stream),
         num_stages=spec.stages,
         producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
         consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, spec.consumer_arrivals),
@@ -26,16 +28,31 @@ def tma_pipeline(spec: PipelineSpec, storage: Any, stage_bytes: int) -> pipeline
     )
 
 
-def thread_pipeline(spec: PipelineSpec, storage: Any, producers: int = 1) -> pipeline.PipelineAsync:
+def thread_pipeline(spec: PipelineSpec, storage: Any, producers: int = 1, stream: int = 0) -> pipeline.PipelineAsync:
     """A pipeline filled by ordinary stores of so many threads, each of which commits, and freed by as many arrivals as the
-    plan says."""
+    plan says. `storage` and `stream` as above."""
     return pipeline.PipelineAsync.create(
-        barrier_storage=storage.data_ptr(),
+        barrier_storage=_barriers(spec, storage, stream),
         num_stages=spec.stages,
         producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, producers),
         consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, spec.consumer_arrivals),
         defer_sync=True,
     )
+
+
+def _barriers(spec: PipelineSpec, storage: Any, stream: int) -> cute.Pointer:
+    return storage.data_ptr() + 2 * spec.stages * stream if stream else storage.data_ptr()
+
+
+def of_stream(pipe: Any, stream: Int32) -> Any:
+    """The pipeline of a stream (run-time, the same in a warp), whose barriers have been initialised, from that of stream 0."""
+    offset = 2 * pipe.num_stages * stream
+
+    def moved(barriers: Any) -> Any:
+        return barriers.__new_from_mlir_values__([barriers.get_barrier(offset)])
+
+    full, empty = moved(pipe.sync_object_full), moved(pipe.sync_object_empty)
+    return replace(pipe, sync_object_full=full, sync_object_empty=empty)
 
 
 def producer_state(stages: int) -> pipeline.PipelineState:

@@ -17,7 +17,7 @@ SMEM_LIMIT_BYTES = 232_448  # per CTA on compute capability 9.0
 SMEM_RESERVED_BYTES = 1024  # taken by the runtime at the bottom
 SMEM_BARRIER_BYTES = 1024  # mbarriers and the tile mailbox, in front of the first 1024-byte aligned buffer
 
-# (producer, consumer) registers a thread by number of consumer warpgroups, steps of 8. A producer with 24 spills in
+# (producer, consumer) registers a thread by number of a CTA's consumer warpgroups, steps of 8. A producer with 24 spills in
 # the causal forward at head dim 224; some kernels need every register in their consumers.
 REGISTERS = {1: (56, 256), 2: (40, 232), 3: (32, 160), 4: (32, 112)}
 # Beside S, P and O a consumer thread of the forward holds addresses, its softmax state and operands on the way. With 24 left every
@@ -28,6 +28,7 @@ HDIM_STEP = 32  # head dims are padded to this in shared memory: one 64-byte swi
 KEY_STEP = 16  # a step of PV
 FEWEST_KEYS, MOST_KEYS = 32, 256  # what a chain of the softmax takes, and the widest QK
 MOST_Q_STAGES, MOST_KV_STAGES = 2, 8
+MOST_STREAMS = 2  # each takes two warps of the producer's warpgroup
 
 
 # Where O is staged on its way out: in a buffer of its own, in its tile's stage of Q, or in stages of V, one a warpgroup.
@@ -46,11 +47,13 @@ class Layout:
     q_stages: int
     kv_stages: int
     o_place: OPlace
+    streams: int = 1
 
     def __str__(self) -> str:
         flags = (" turns" if self.has_pingpong else "") + (
             "" if self.o_place == "apart" else f" O {PLACE_WORDS[self.o_place]}"
         )
+        flags += f" {self.streams} streams" if self.streams > 1 else ""
         return f"{self.m}x{self.n} q{self.q_stages} kv{self.kv_stages}{flags}"
 
 
@@ -67,12 +70,13 @@ class Buffers:
 def forward_smem_bytes(
     tile: Tile, hdim: int, hdimv: int, itemsize: int, q_stages: int, kv_stages: int, o_place: OPlace
 ) -> int:
-    """Shared memory of the Q, K, V and O buffers."""
+    """Shared memory of the Q, K, V and O buffers of all streams."""
     q = tile.m * hdim * q_stages
     kv = tile.n * (hdim + hdimv) * kv_stages
     o = tile.m * hdimv
     # O in its tile's stage of Q, as large as the larger of the two
-    return {"apart": q + kv + o, "q": max(q, o * q_stages) + kv, "v": q + kv}[o_place] * itemsize
+    each = {"apart": q + kv + o, "q": max(q, o * q_stages) + kv, "v": q + kv}[o_place]
+    return each * itemsize * tile.streams
 
 
 # (stages of Q, stages of K and V, where O is staged), the best first. Usually a second stage of Q comes first, as it hides the
@@ -101,13 +105,14 @@ def choose_buffers(tile: Tile, hdim: int, hdimv: int, itemsize: int) -> Buffers:
             return None
         return forward_smem_bytes(tile, hdim, hdimv, itemsize, q_stages, kv_stages, o_place)
 
-    return _first_that_fits(tile.kv_stages, size, f"tile {tile.m}x{tile.n} with head dims {hdim}/{hdimv}")
+    streams = f" in {tile.streams} streams" if tile.streams > 1 else ""
+    return _first_that_fits(tile.kv_stages, size, f"tile {tile.m}x{tile.n}{streams} with head dims {hdim}/{hdimv}")
 
 
 def choose_layout(tile: Tile, hdim: int, hdimv: int, itemsize: int) -> Layout:
     """A tile of the tables with the best buffers that fit."""
     best = choose_buffers(tile, hdim, hdimv, itemsize)
-    return Layout(tile.m, tile.n, tile.has_pingpong, best.q_stages, best.kv_stages, best.o_place)
+    return Layout(tile.m, tile.n, tile.has_pingpong, best.q_stages, best.kv_stages, best.o_place, tile.streams)
 
 
 def held_registers(n: int, hdimv: int) -> int:
@@ -118,14 +123,18 @@ def held_registers(n: int, hdimv: int) -> int:
 def layout_fault(layout: Layout, hdim: int, hdimv: int, itemsize: int, mask: MaskKind) -> str | None:
     """Why a layout cannot be for padded head dims and a mask, with the field and the arithmetic; None if it can, as far as is known
     without compiling."""
-    warpgroups = layout.m // WARPGROUP_ROWS
+    if not 1 <= layout.streams <= MOST_STREAMS:
+        return f"streams must be 1 to {MOST_STREAMS}, got {layout.streams}"
+    rows = layout.m * layout.streams
+    warpgroups, of_streams = rows // WARPGROUP_ROWS, f" in {layout.streams} streams" if layout.streams > 1 else ""
     if layout.m % WARPGROUP_ROWS or warpgroups not in REGISTERS:
-        return f"m must be a multiple of {WARPGROUP_ROWS} up to {max(REGISTERS) * WARPGROUP_ROWS}, got {layout.m}"
-    if mask == "chunk" and layout.m > CHUNK_MAX_M:
-        return f"m must be at most {CHUNK_MAX_M} for chunks, got {layout.m}"
+        most = max(REGISTERS) * WARPGROUP_ROWS // layout.streams
+        return f"m must be a multiple of {WARPGROUP_ROWS} up to {most}{of_streams}, got {layout.m}"
+    if mask == "chunk" and rows > CHUNK_MAX_M:
+        return f"m must be at most {CHUNK_MAX_M // layout.streams} for chunks{of_streams}, got {layout.m}"
     if layout.n % KEY_STEP or not FEWEST_KEYS <= layout.n <= MOST_KEYS:
         return f"n must be a multiple of {KEY_STEP} from {FEWEST_KEYS} to {MOST_KEYS}, got {layout.n}"
-    if layout.has_pingpong and warpgroups == 1:
+    if layout.has_pingpong and layout.m == WARPGROUP_ROWS:
         return f"has_pingpong must be false with one warpgroup (m = {layout.m}), which has nobody to take turns with"
     if not 1 <= layout.q_stages <= MOST_Q_STAGES:
         return f"q_stages must be 1 to {MOST_Q_STAGES}, got {layout.q_stages}"
@@ -144,7 +153,7 @@ def layout_fault(layout: Layout, hdim: int, hdimv: int, itemsize: int, mask: Mas
             f"n = {layout.n} with head dim {hdimv} of v takes {held} registers for S, P and O and at least "
             f"{OTHER_REGISTERS} more, a thread of {warpgroups} warpgroups has {registers}"
         )
-    tile = Tile(layout.m, layout.n)
+    tile = Tile(layout.m, layout.n, streams=layout.streams)
     stages = layout.q_stages, layout.kv_stages, layout.o_place
     size, room = forward_smem_bytes(tile, hdim, hdimv, itemsize, *stages), _room()
     if size > room:

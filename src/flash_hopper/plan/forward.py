@@ -27,9 +27,10 @@ SHORT_ROWS = 128
 class ForwardPlan:
     """Compile-time choices of the forward kernel.
 
-    `tile_m` query rows (64 per consumer warpgroup) and `tile_n` keys per step; head dims rounded up to `HDIM_STEP`, the
-    real ones are run-time sizes. `q_stages` > 1 loads the next tile's Q during this tile; `o_place`: where the output is
-    staged. `mask` says which bounds the kernel knows; `negates_scores` serves a negative softmax scale;
+    `tile_m` query rows (64 per consumer warpgroup) and `tile_n` keys per step. Of `streams` > 1 each computes tiles of its own, beside
+    the others and with nothing in common but the CTA: producer and scheduler warp, consumers, stages, barriers. Head dims rounded up
+    to `HDIM_STEP`, the real ones are run-time sizes. `q_stages` > 1 loads the next tile's Q during this tile; `o_place`: where the
+    output is staged. `mask` says which bounds the kernel knows; `negates_scores` serves a negative softmax scale;
     `has_lse` stores the log-sum-exp. `scheduler` says how persistent CTAs find their next tile; `is_ragged` that the
     lengths of sequences are on the device, and `shares_tiles` that heads of a short one share tiles (`geometry/tiles.py`).
     """
@@ -49,6 +50,7 @@ class ForwardPlan:
     shares_tiles: bool
     has_lse: bool
     negates_scores: bool
+    streams: int = 1
 
     kind = "forward"
 
@@ -61,11 +63,11 @@ class ForwardPlan:
     def layout(self) -> Layout:
         """Tile and stages alone."""
         stages = self.q_stages, self.kv_stages, self.o_place
-        return Layout(self.tile_m, self.tile_n, self.has_pingpong, *stages)
+        return Layout(self.tile_m, self.tile_n, self.has_pingpong, *stages, self.streams)
 
     @property
     def consumer_warpgroups(self) -> int:
-        """Warpgroups that compute; each owns 64 query rows."""
+        """Warpgroups that compute a tile; each owns 64 query rows."""
         return self.tile_m // 64
 
     @property
@@ -116,7 +118,8 @@ class ForwardPlan:
             *([] if self.o_place == "apart" else [f"o{self.o_place}"]),
         ]
         head = f"forward_{self.dtype}_d{self.tile_hdim}_dv{self.tile_hdimv}"
-        return f"{head}_{self.tile_m}x{self.tile_n}_q{self.q_stages}kv{self.kv_stages}_" + "_".join(flags)
+        tile = f"{self.tile_m}x{self.tile_n}" if self.streams == 1 else f"{self.streams}x{self.tile_m}x{self.tile_n}"
+        return f"{head}_{tile}_q{self.q_stages}kv{self.kv_stages}_" + "_".join(flags)
 
 
 class Choice(NamedTuple):
@@ -183,6 +186,7 @@ def plan_with(problem: AttentionProblem, layout: Layout) -> ForwardPlan:
         shares_tiles=is_ragged and longest_rows(problem) <= SHORT_ROWS,
         has_lse=Feature.LSE in problem.features,
         negates_scores=Feature.NEGATIVE_SCALE in problem.features,
+        streams=layout.streams,
     )
 
 

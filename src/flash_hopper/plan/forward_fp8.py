@@ -57,6 +57,7 @@ class ForwardFp8Plan:
     has_pingpong = False
     frees_q_early = False
     shares_tiles = False
+    streams = 1
     looks_ahead = ForwardPlan.looks_ahead
     frees_unseen = ForwardPlan.frees_unseen
 

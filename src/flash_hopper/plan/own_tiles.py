@@ -8,7 +8,7 @@ a row that no kernel could follow is an error when the file is read, not when a 
 import json
 import os
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, get_args
@@ -25,7 +25,7 @@ _ITEMSIZE = max(dtype.itemsize for dtype in KERNEL_DTYPES)
 
 @dataclass(frozen=True, slots=True)
 class OwnRow:
-    """One row; the fields are the JSON keys, all of them required.
+    """One row; the fields are the JSON keys, all of them required but `streams`.
 
     It serves padded head dims `hdim` and `hdimv`, masks of this kind, ragged batches or dense ones, and `rows_from` to `rows_to` query
     rows (`plan.forward.Choice`: the length of a sequence, or the reach of a window or chunk if that is less). The rest of the numbers is the
@@ -46,11 +46,13 @@ class OwnRow:
     o_place: OPlace
     gpu: str | None
     why: str
+    streams: int = 1
 
     @property
     def layout(self) -> Layout:
         """Tile and stages."""
-        return Layout(self.m, self.n, self.has_pingpong, self.q_stages, self.kv_stages, self.o_place)
+        stages = self.q_stages, self.kv_stages, self.o_place
+        return Layout(self.m, self.n, self.has_pingpong, *stages, self.streams)
 
     @property
     def place(self) -> tuple[Any, ...]:
@@ -141,11 +143,12 @@ def _row(values: Any, where: str) -> OwnRow:
     if not isinstance(values, dict):
         raise ArgumentError(f"{where} must be an object, got {type(values).__name__}")
     names = [field.name for field in fields(OwnRow)]
-    for word, wrong in (("is not known", set(values) - set(names)), ("is missing", set(names) - set(values))):
+    required = {field.name for field in fields(OwnRow) if field.default is MISSING}
+    for word, wrong in (("is not known", set(values) - set(names)), ("is missing", required - set(values))):
         if wrong:
             raise ArgumentError(f"{where}: {sorted(wrong)[0]} {word}; a row has {', '.join(names)}")
-    for field in fields(OwnRow):
-        _check_type(values[field.name], field.name, where)
+    for name, value in values.items():
+        _check_type(value, name, where)
     row = OwnRow(**values)
     kinds = get_args(MaskKind)
     faults = [

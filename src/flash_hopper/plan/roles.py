@@ -17,18 +17,23 @@ WARP = 32
 WARPGROUP = 128
 REGISTER_FILE = 65_536
 STATISTIC_BYTES = 4  # LSE or D of one row
-PRODUCER, SCHEDULER = 0, 1  # warps of the first warpgroup
+PRODUCER, SCHEDULER = 0, 1  # warps of the first warpgroup, of each stream in turn
+STREAM_WARPS = 2  # that many
 TILE_SLOTS = 2  # tiles that may be posted and not read by everybody
 TIGHT_REGISTERS = {2: (24, 240)}  # where the consumers need every register, in place of `budget.REGISTERS`
 
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """Threads and registers of one producer warpgroup and the consumers, and the arrivals their barriers count."""
+    """Threads and registers of one producer warpgroup and the consumers, and the arrivals their barriers count.
+
+    `consumer_warpgroups`: of all `streams`.
+    """
 
     consumer_warpgroups: int
     producer_registers: int
     consumer_registers: int
+    streams: int = 1
 
     @property
     def threads(self) -> int:
@@ -37,8 +42,8 @@ class Roles:
 
     @property
     def consumer_warps(self) -> int:
-        """Arrivals that free a stage: one a consumer warp."""
-        return self.consumer_warpgroups * WARPGROUP // WARP
+        """Arrivals that free a stage: one a consumer warp of the stream."""
+        return self.consumer_warpgroups // self.streams * WARPGROUP // WARP
 
     def check_registers(self) -> None:
         """setmaxnreg.inc waits for ever if the sum exceeds what the launch allocated."""
@@ -60,13 +65,15 @@ class HasConsumers(Protocol):
 
     @property
     def consumer_warpgroups(self) -> int:
-        """Warpgroups that compute."""
+        """Warpgroups that compute, of a stream if there are several."""
 
 
 def roles_of(plan: HasConsumers) -> Roles:
     """Roles of a plan's kernel, checked."""
     table = TIGHT_REGISTERS if _is_tight(plan) else REGISTERS
-    roles = Roles(plan.consumer_warpgroups, *table[plan.consumer_warpgroups])
+    streams = plan.streams if isinstance(plan, ForwardPlan) else 1
+    warpgroups = plan.consumer_warpgroups * streams
+    roles = Roles(warpgroups, *table[warpgroups], streams)
     roles.check_registers()
     return roles
 
@@ -89,8 +96,8 @@ class PipelineSpec:
 
 
 def forward_pipelines(plan: ForwardPlan | ForwardFp8Plan) -> dict[str, PipelineSpec]:
-    """The forward's pipelines by name: q, k, v, and tile, which carries coordinates instead of data; o, if O lies in stages of V, says
-    that they are V's again."""
+    """The pipelines of a stream of the forward by name: q, k, v, and tile, which carries coordinates instead of data; o,
+    if O lies in stages of V, says that they are V's again."""
     warps = roles_of(plan).consumer_warps
     size = plan.dtype.itemsize
     specs = [

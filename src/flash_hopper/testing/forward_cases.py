@@ -29,7 +29,7 @@ def forward() -> list[Case]:
     """The whole grid."""
     groups = (
         _residues, _head_dims, _value_dims, _head_ratios, _layouts, _values, _scales, _causal_lengths, _without_lse,
-        _empty, _many, _long, _mixtures,
+        _empty, _many, _grids, _long, _mixtures,
     )  # fmt: skip
     cases = [case for group in groups for case in group()]
     # every fifth call allocates its own output, unless the case is about the layout of the given one
@@ -192,6 +192,19 @@ def _many() -> Iterator[Case]:
         )
 
 
+def _grids() -> Iterator[Case]:
+    """One tile, and more tiles than a GPU has SMs: CTAs, and streams of a CTA, with none, one and several."""
+    shapes = (
+        (1, (1, 1), (100, 300)), (4, (40, 8), (300, 500)), (2, (48, 1), (450, 130)), (9, (33, 33), (129, 65)),
+        (1, (64, 16), (700, 700)),
+    )  # fmt: skip
+    kinds = ((64, BF16), (64, FP16), (40, BF16), (128, BF16))
+    for (batch, heads, lengths), causal in itertools.product(shapes, _CAUSAL):
+        yield from (case_of(d, lengths, causal, batch=batch, heads=heads, dtype=dtype) for d, dtype in kinds)
+        usual = case_of(64, lengths, causal, batch=batch, heads=heads)
+        yield from (replace(usual, scale=-0.1), replace(usual, return_lse=False))
+
+
 def _long() -> Iterator[Case]:
     """Thousands of rows and keys."""
     yield case_of(64, (8192, 8192), True, heads=(1, 1))
@@ -259,11 +272,13 @@ def smoke() -> list[Case]:
 
 
 def sanitizer() -> list[Case]:
-    """One or two tiles of each kernel family."""
+    """One or two tiles of each kernel family; of those with several streams also more tiles than a GPU has SMs."""
     return [
         case_of(64, (100, 200)),
         case_of(64, (70, 150), True, heads=(2, 1)),
-        case_of(64, (230, 70), batch=2),
+        case_of(64, (70, 19), batch=4, heads=(35, 5), dtype=FP16),
+        replace(case_of(64, (20, 66), True, batch=4, heads=(36, 4)), scale=-0.1),
+        case_of(64, (4100, 40), heads=(1, 1)),
         case_of(128, (130, 170)),
         case_of(128, (150, 200), True, heads=(3, 1)),
         case_of(128, (100, 140), True, dtype=FP16),

@@ -70,7 +70,8 @@ def ragged_case(
 def ragged() -> list[Case]:
     """The whole grid, dense windows and chunks first."""
     groups = (
-        _batches, _empties, _sides, _long, _values, _layouts, _single_rows, _gradients, _scales, _hints, _without_lse, _nothing, _mixtures,
+        _batches, _empties, _sides, _grids, _long, _values, _layouts, _single_rows, _gradients, _scales, _hints, _without_lse, _nothing,
+        _mixtures,
     )  # fmt: skip
     cases = windows() + [case for group in groups for case in group() if is_served(case)]
     cases = [replace(c, give_out=False) if i % 5 == 4 and not c.is_backward else c for i, c in enumerate(cases)]
@@ -124,6 +125,22 @@ def _sides() -> Iterator[Case]:
                 values=HARMFUL[(i + j) % 4], **(fields | side),
             )  # fmt: skip
             yield from with_directions(case, i + j)
+
+
+def _grids() -> Iterator[Case]:
+    """One tile, and more tiles than a GPU has SMs, of few sequences and of many, tall tiles and those that heads share."""
+    shapes = ((1, (1, 1), 90), (20, (16, 4), 300), (40, (16, 1), 200), (20, (20, 20), 100), (50, (16, 2), 110))
+    for i, ((batch, heads, longest), kind) in enumerate(itertools.product(shapes, KINDS)):
+        word = "equal" if batch == 1 else ("random", "zipf", "edges")[i % 3]
+        fields: dict[str, Any] = {"batch": batch, "heads": heads, "lengths_q": word, "lengths_k": word}
+        case = ragged_case(64, (longest, longest + 20), kind, i, **fields, **SIDES[0 if batch == 1 else i % 3])
+        yield from with_directions(case, i)
+        if batch == 1:
+            yield replace(case, hint="loose")  # heads share tiles or not by the hint
+        if longest > 128 and kind != "chunk":
+            yield replace(case, return_lse=False) if kind == "local" else replace(case, scale=-0.2)
+    for i, kind in enumerate(KINDS):
+        yield ragged_case(128, (200, 240), kind, i, batch=(20, 40)[i % 2], heads=(16, 4))
 
 
 def _long() -> Iterator[Case]:
@@ -342,7 +359,7 @@ def smoke() -> list[Case]:
 
 
 def sanitizer() -> list[Case]:
-    """One or two tiles of each family of kernels."""
+    """One or two tiles of each family of kernels; of those with several streams also more tiles than a GPU has SMs."""
     return [
         replace(case_of(64, (130, 150)), left=20, right=30),
         replace(case_of(128, (130, 170), heads=(2, 1)), left=40, causal=True),
@@ -352,7 +369,9 @@ def sanitizer() -> list[Case]:
         as_backward(replace(case_of(64, (100, 140), heads=(2, 1)), chunk=50, causal=True)),
         ragged_case(64, (100, 140), "causal", batch=3),
         ragged_case(128, (100, 140), "local", 3, batch=3, packed="qk", used="qk", slack=5),
-        ragged_case(64, (9, 12), "full", batch=40, lengths_q="tiny", lengths_k="tiny"),
+        ragged_case(64, (9, 12), "full", batch=40, heads=(12, 2), lengths_q="tiny", lengths_k="tiny"),
+        ragged_case(64, (150, 70), "causal", batch=8, heads=(16, 4), lengths_q="150.0.64.129.1.150.128.20"),
+        replace(case_of(64, (70, 80), batch=4, heads=(36, 4)), left=20, right=30),
         ragged_case(128, (70, 100), "full", batch=4, used="qk", lengths_q="empty_first"),
         ragged_case(256, (70, 90), "causal", batch=2),
         as_backward(ragged_case(64, (100, 140), "causal", batch=3), dlse="bhs"),

@@ -262,6 +262,7 @@ class TuneRow:
     q_stages: int
     kv_stages: int
     o_place: OPlace
+    streams: int
     is_table: bool
     us: float | None
     table_us: float | None
@@ -277,7 +278,7 @@ def rows_of(shape: BenchShape, tuning: Tuning) -> list[TuneRow]:
         us, table_us = (None, None) if measured is None else (round(measured.us, 3), round(measured.table_us, 3))
         return TuneRow(
             s.dtype, s.d, s.dv, s.causal, s.left, s.lengths, s.seqlen_q, s.batch, s.heads, s.heads_k,
-            x.m, x.n, x.has_pingpong, x.q_stages, x.kv_stages, x.o_place,
+            x.m, x.n, x.has_pingpong, x.q_stages, x.kv_stages, x.o_place, x.streams,
             plan == tuning.table, us, table_us, 0 if measured is None else measured.launches, error,
         )  # fmt: skip
 
@@ -297,5 +298,5 @@ def own_row_of(shape: BenchShape, best: Measured, gpu: str, date: str) -> OwnRow
     why = f"{gpu}, {date}, {shape}: {best.us:.1f} us, the tables' tile {best.table_us:.1f}; median of {best.launches} launches in turn"
     return OwnRow(
         choice.hdim, choice.hdimv, choice.mask, choice.is_ragged, upper // 2 + 1, upper,
-        layout.m, layout.n, layout.has_pingpong, layout.q_stages, layout.kv_stages, layout.o_place, gpu, why,
+        layout.m, layout.n, layout.has_pingpong, layout.q_stages, layout.kv_stages, layout.o_place, gpu, why, layout.streams,
     )  # fmt: skip

@@ -92,7 +92,7 @@ def _head_dim(dims: Dims | int) -> int:
 
 def windows() -> list[Case]:
     """The whole grid."""
-    groups = (_every_mask, _wide_windows, _every_length, _values, _layouts, _mixtures)
+    groups = (_every_mask, _wide_windows, _every_length, _values, _layouts, _grids, _mixtures)
     return [case for group in groups for case in group() if is_served(case)]
 
 
@@ -150,6 +150,18 @@ def _layouts() -> Iterator[Case]:
         case = case_of((64, 128)[i % 2], (130, 200), batch=2, heads=(4, 2))
         case = replace(case, layout=layout, strided="qkv", left=30 + i, right=20)
         yield from with_directions(case, i)
+
+
+def _grids() -> Iterator[Case]:
+    """One tile, and more tiles than a GPU has SMs: CTAs, and streams of a CTA, with none, one and several."""
+    shapes = ((1, (1, 1), (100, 130)), (3, (40, 8), (260, 300)), (5, (30, 1), (130, 65)))
+    windows: tuple[dict[str, Any], ...] = ({"left": 90, "right": 60}, {"left": 70, "causal": True})
+    chunks: tuple[dict[str, Any], ...] = ({"chunk": 90},)
+    kinds = ((64, BF16, (*windows, *chunks)), (64, FP16, windows), (128, BF16, (*windows, *chunks)))
+    for i, ((batch, heads, lengths), (d, dtype, masks)) in enumerate(itertools.product(shapes, kinds)):
+        for j, mask in enumerate(masks):
+            case = case_of(d, lengths, batch=batch, heads=heads, dtype=dtype)
+            yield from with_directions(replace(case, **mask), i + j)
 
 
 def _mixtures() -> Iterator[Case]:

@@ -6,7 +6,7 @@ One warp finds a tile; each of the others reads a few integers. The end of work 
 from typing import Any, NamedTuple
 
 from flash_hopper.device.dsl import Int32, cute, pipeline
-from flash_hopper.device.pipelines import thread_pipeline
+from flash_hopper.device.pipelines import of_stream, thread_pipeline
 from flash_hopper.device.sequences import make_batch
 from flash_hopper.geometry.arith import round_up
 from flash_hopper.plan.roles import PipelineSpec
@@ -17,10 +17,13 @@ def slot_ints(is_ragged: bool) -> int:
     return round_up(len(make_batch(is_ragged).tile_type._fields), 4)
 
 
-def make_mailbox(spec: PipelineSpec, storage: Any, is_ragged: bool) -> "TileMailbox":
-    """The mailbox in a kernel's `bar_tile` and `slots`; `spec` is the plan's tile pipeline."""
-    slots = storage.slots.get_tensor(cute.make_layout((slot_ints(is_ragged), spec.stages)))
-    return TileMailbox(thread_pipeline(spec, storage.bar_tile), slots)
+def make_mailbox(spec: PipelineSpec, storage: Any, is_ragged: bool, stream: int = 0) -> "TileMailbox":
+    """The mailbox of a stream (compile-time) in a kernel's `bar_tile` and `slots`; `spec` is the plan's tile pipeline."""
+    shape = slot_ints(is_ragged), spec.stages
+    slots = storage.slots.get_tensor(cute.make_layout(shape))
+    if stream:
+        slots = cute.domain_offset((0, stream * spec.stages), slots)
+    return TileMailbox(thread_pipeline(spec, storage.bar_tile, stream=stream), slots)
 
 
 class TileMailbox(NamedTuple):
@@ -28,6 +31,11 @@ class TileMailbox(NamedTuple):
 
     pipe: pipeline.PipelineAsync
     slots: cute.Tensor
+
+    def of_stream(self, stream: Int32) -> "TileMailbox":
+        """The mailbox of a stream (run-time, the same in a warp), from that of stream 0."""
+        slots = cute.domain_offset((0, stream * self.pipe.num_stages), self.slots)
+        return TileMailbox(of_stream(self.pipe, stream), slots)
 
     @property
     def tile_type(self) -> Any:

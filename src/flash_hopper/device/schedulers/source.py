@@ -12,7 +12,7 @@ from flash_hopper.device.dsl import Boolean, Int32, const_expr, cute, cutlass
 from flash_hopper.device.lengths import sequence_row
 from flash_hopper.device.pipelines import producer_state
 from flash_hopper.device.schedulers.mailbox import TileMailbox
-from flash_hopper.device.schedulers.numbering import draw, make_scheduler
+from flash_hopper.device.schedulers.numbering import draw, drawers, first_number, make_scheduler
 from flash_hopper.device.sequences import (
     LengthArgs,
     RaggedTile,
@@ -61,15 +61,17 @@ class Place(NamedTuple):
 
 
 class DenseTiles:
-    """`scheduler` is static or dynamic; `is_descending` hands out blocks from the last to the first."""
+    """`scheduler` is static or dynamic; `is_descending` hands out blocks from the last to the first; `streams` of a CTA have a scheduler
+    warp each."""
 
-    def __init__(self, scheduler: str, is_descending: bool) -> None:
+    def __init__(self, scheduler: str, is_descending: bool, streams: int = 1) -> None:
         self.scheduler = scheduler
         self.is_descending = is_descending
+        self.streams = streams
 
-    def first(self) -> Int32:
-        """The CTA's first number."""
-        return cute.arch.block_idx()[0]
+    def first(self, stream: Int32 | int = 0) -> Int32:
+        """The stream's first number."""
+        return first_number(self.streams, stream)
 
     def start(self, work: Work) -> Place:
         """Nothing has been searched."""
@@ -81,7 +83,7 @@ class DenseTiles:
 
     def following(self, work: Work, number: Int32, place: Place) -> Int32:
         """The CTA's number after `number`."""
-        return make_scheduler(self.scheduler, work.tiles, work.counter).following(number)
+        return make_scheduler(self.scheduler, work.tiles, work.counter, self.streams).following(number)
 
     @cute.jit
     def locate(self, work: Work, number: Int32, place: Place) -> tuple[TileCoord, Place]:
@@ -100,7 +102,7 @@ class RaggedTiles:
     Tiles are `tile_rows` rows of queries or, if `by_keys`, of keys. `counter`: which int of the table's header is drawn from.
     With `makes_rows` there is no table of few sequences: each lane holds one, in the order of their lengths; the counter is then
     zero before the first launch, and set back by the last draw, as that of `DynamicScheduler`. Of `sharing` warpgroups, tiles of
-    queries are shared by the heads of a short sequence (`geometry/tiles.py`).
+    queries are shared by the heads of a short sequence (`geometry/tiles.py`). `streams` of a CTA have a scheduler warp each.
     """
 
     def __init__(
@@ -111,6 +113,7 @@ class RaggedTiles:
         counter: int,
         makes_rows: bool = False,
         sharing: int | None = None,
+        streams: int = 1,
     ) -> None:
         self.tile_rows = tile_rows
         self.by_keys = by_keys
@@ -118,10 +121,11 @@ class RaggedTiles:
         self.counter = counter
         self.makes_rows = makes_rows
         self.sharing = sharing
+        self.streams = streams
 
-    def first(self) -> Int32:
-        """The CTA's first number: its own, without a draw."""
-        return cute.arch.block_idx()[0]
+    def first(self, stream: Int32 | int = 0) -> Int32:
+        """The stream's first number: its own, without a draw."""
+        return first_number(self.streams, stream)
 
     @cute.jit
     def start(self, work: Work) -> Place:
@@ -163,7 +167,7 @@ class RaggedTiles:
             if is_few(table_sequences(work.table) - 1) and drawn == place.total - 1:
                 if cute.arch.lane_idx() == 0:
                     work.table[self.counter] = Int32(0)
-        return drawn + cute.arch.grid_dim()[0]
+        return drawn + drawers(self.streams)
 
     @cute.jit
     def locate(self, work: Work, number: Int32, place: Place) -> tuple[RaggedTile, Place]:
@@ -251,10 +255,10 @@ class SchedulerWarp:
         self.source = source
 
     @cute.jit
-    def run(self, work: Work, tiles: TileMailbox) -> None:
-        """All tiles of this CTA, then the end marker."""
+    def run(self, work: Work, tiles: TileMailbox, stream: Int32 | int = 0) -> None:
+        """All tiles of this CTA, or of this stream of it, then the end marker."""
         state = producer_state(TILE_SLOTS)
-        number = self.source.first()
+        number = self.source.first(stream)
         tile, place = self.source.locate(work, number, self.source.start(work))
         while tile.block >= 0:
             tiles.post(state, tile)

@@ -45,7 +45,7 @@ class ForwardAtoms(NamedTuple):
 
 
 class SharedTensors(NamedTuple):
-    """The buffers of `storage.py`."""
+    """The buffers of `storage.py`, of one stream."""
 
     sQ: cute.Tensor  # (64, tile_hdim, warpgroup + warpgroups * stage)
     sK: cute.Tensor  # (tile_n, tile_hdim, stage)

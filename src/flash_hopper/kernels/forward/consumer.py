@@ -82,11 +82,11 @@ class Cursors(NamedTuple):
 
 
 class Consumer:
-    """`plan` is compile-time. `warpgroup` counts consumers from 0, `thread` runs within the warpgroup."""
+    """`plan` is compile-time. `wg` counts the CTA's consumers from 0, over all streams, `thread` runs within the warpgroup."""
 
     def __init__(self, plan: ForwardPlan) -> None:
         self.plan = plan
-        self.turns = Turns(plan.consumer_warpgroups, plan.has_pingpong)
+        self.turns = Turns(plan.consumer_warpgroups, plan.has_pingpong, plan.streams)
         self.batch = make_batch(plan.is_ragged)
         self.is_windowed = plan.mask in ("local", "chunk")
         self.ends = BOTH if self.is_windowed else RIGHT  # of a block that the right end of what is visible cuts
@@ -154,9 +154,11 @@ class Consumer:
                 k_state, v_state = self.skip(pipes, k_state, v_state, own_part.behind, wg)
             if const_expr(not plan.frees_q_early and not self.has_o_in_q):
                 pipes.q.consumer_release(own_q)
-            slot = own_q.index * plan.consumer_warpgroups + wg if const_expr(self.has_o_in_q) else wg
+            slot = self.in_tile(wg)
+            if const_expr(self.has_o_in_q):
+                slot = own_q.index * plan.consumer_warpgroups + slot
             if const_expr(self.has_o_in_v):
-                slot = self.value_stage(pipes, v_state, wg)
+                slot = self.value_stage(pipes, v_state, slot)
             self.epilogue.store_o(
                 args,
                 atoms,
@@ -210,14 +212,15 @@ class Consumer:
                 pipes.q.consumer_release(consumer_state(1))
 
     @cute.jit
-    def value_stage(self, pipes: Pipelines, v_state: Any, wg: Int32) -> Int32:
-        """The stage of V in which this warpgroup stages O, when all have read it: the first, second ... that the next tile will fill.
+    def value_stage(self, pipes: Pipelines, v_state: Any, place: Int32) -> Int32:
+        """The stage of V in which this warpgroup, number `place` of its tile's, stages O, when all have read it: the first, second ...
+        that the next tile will fill.
 
         v_state: the cursor behind the tile. This warpgroup has waited for every stage before it, so that the barrier of a free stage
         cannot be a round behind, which its parity would not tell.
         """
         stage = v_state.clone()
-        for _ in cutlass.range(wg, unroll=1):
+        for _ in cutlass.range(place, unroll=1):
             stage.advance()
         await_phase(pipes.v.sync_object_empty.get_barrier(stage.index), stage.phase ^ 1)
         return stage.index
@@ -231,6 +234,10 @@ class Consumer:
             with cute.arch.elect_one():
                 pipes.o.producer_commit(producer_state(1))
         cute.arch.sync_warp()
+
+    def in_tile(self, wg: Int32) -> Int32:
+        """Which of its tile's warpgroups this one is."""
+        return wg if self.plan.streams == 1 else wg % self.plan.consumer_warpgroups
 
     def make_state(self) -> SoftmaxState:
         """Registers of the softmax."""
@@ -252,7 +259,7 @@ class Consumer:
 
     def part(self, args: ForwardArgs, tile: Any, wg: Int32, thread: Int32) -> Part:
         """This warpgroup's part of a tile, of which it need not compute every key block."""
-        plan = self.plan
+        plan, wg = self.plan, self.in_tile(wg)
         wgs, row = plan.consumer_warpgroups, tile.block * plan.tile_m
         lengths, mask = self.batch.lengths(tile, args.mQ, args.mK), args.mask(plan.mask)
         whole = key_blocks(row, plan.tile_m, lengths, plan.tile_n, mask)
@@ -299,7 +306,7 @@ class Consumer:
         if tile.block >= 0:
             pipes.q.consumer_wait(q_state)
             await_stage(pipes.k, k_state, self.plan.frees_unseen)
-        q_slot = q_state.index * self.plan.consumer_warpgroups + wg
+        q_slot = q_state.index * self.plan.consumer_warpgroups + self.in_tile(wg)
         issue(
             atoms.mma_qk, frags.acc_S, frags.tSrQ[None, None, None, q_slot],
             frags.tSrK[None, None, None, k_state.index], True,
@@ -331,7 +338,7 @@ class Consumer:
         """From a tile's first scores to its last PV, which is issued and not waited for; returns the K and V cursors."""
         plan, blocks = self.plan, part.blocks
         q_state, k_state, v_state, held = cursors
-        q_slot = q_state.index * plan.consumer_warpgroups + wg
+        q_slot = q_state.index * plan.consumer_warpgroups + self.in_tile(wg)
         last = blocks.end - 1
         is_cut_left = last < blocks.inner_start if const_expr(self.is_windowed) else False
         if const_expr(plan.negates_scores):

@@ -26,10 +26,17 @@ from flash_hopper.geometry.arith import ceil_div
 from flash_hopper.kernels.forward.args import ForwardArgs, ForwardAtoms, Pipelines
 from flash_hopper.kernels.forward.consumer import Consumer
 from flash_hopper.kernels.forward.producer import Producer
-from flash_hopper.kernels.forward.storage import WG_ROWS, TileLayouts, allocate, shared_struct, tile_layouts
+from flash_hopper.kernels.forward.storage import (
+    WG_ROWS,
+    TileLayouts,
+    allocate,
+    shared_struct,
+    stream_view,
+    tile_layouts,
+)
 from flash_hopper.kernels.schedule.kernel import ScheduleKernel
 from flash_hopper.plan.forward import ForwardPlan
-from flash_hopper.plan.roles import PRODUCER, SCHEDULER, WARPGROUP, forward_pipelines, roles_of
+from flash_hopper.plan.roles import PRODUCER, SCHEDULER, STREAM_WARPS, WARPGROUP, forward_pipelines, roles_of
 from flash_hopper.plan.schedule import COUNTERS, is_few
 
 LOG2_E = math.log2(math.e)
@@ -39,7 +46,9 @@ class ForwardKernel:
     """Attention forward, one persistent CTA per SM (specification chapters 4 and 5).
 
     Roles: warps 0 and 1 of warpgroup 0 are the producer and the scheduler (its other warps leave at once); warpgroups
-    1.. are consumers, 64 query rows each. Registers a thread: `plan/roles.py`, set by setmaxnreg.
+    1.. are consumers, 64 query rows each. Registers a thread: `plan/roles.py`, set by setmaxnreg. With `plan.streams` = 2 there
+    are two of everything below, warps 2 and 3 the producer and the scheduler of the second: each stream has its own tiles, and
+    neither waits for the other, so that one computes scores while the other starts or ends a tile.
 
     | pipeline | stages | filled by | bytes a stage | freed by |
     |---|---|---|---|---|
@@ -73,9 +82,10 @@ class ForwardKernel:
                 counter=COUNTERS["forward"],
                 makes_rows=True,
                 sharing=plan.consumer_warpgroups if plan.shares_tiles else None,
+                streams=plan.streams,
             )
             if plan.is_ragged
-            else DenseTiles(plan.scheduler, is_descending=True)
+            else DenseTiles(plan.scheduler, is_descending=True, streams=plan.streams)
         )
         self.producer = Producer(plan)
         self.consumer = Consumer(plan)
@@ -166,32 +176,41 @@ class ForwardKernel:
         cute.arch.griddepcontrol_wait()  # inputs are complete, and nobody reads the outputs any more
         if warp < WARPGROUP // 32:
             cute.arch.setmaxregister_decrease(roles.producer_registers)
-            if warp == PRODUCER:
-                self.producer.run(args, atoms, shared, pipes)
+            stream = warp // STREAM_WARPS if const_expr(plan.streams > 1) else Int32(0)
+            role = warp % STREAM_WARPS if const_expr(plan.streams > 1) else warp
+            buffers, own = stream_view(plan, shared, pipes, stream)
+            if role == PRODUCER:
+                self.producer.run(args, atoms, buffers, own)
                 cute.arch.griddepcontrol_launch_dependents()
-            if warp == SCHEDULER:
-                self.scheduler.run(args.work, pipes.tiles)
+            if role == SCHEDULER:
+                self.scheduler.run(args.work, own.tiles, stream)
         else:
             cute.arch.setmaxregister_increase(roles.consumer_registers)
             wg = cute.arch.make_warp_uniform(thread // WARPGROUP - 1)
-            self.consumer.run(args, atoms, shared, pipes, wg, thread % WARPGROUP)
+            buffers, own = stream_view(plan, shared, pipes, wg // plan.consumer_warpgroups)
+            self.consumer.run(args, atoms, buffers, own, wg, thread % WARPGROUP)
 
     def pipelines(self, storage: Any, tiles: TileLayouts) -> Pipelines:
-        """All pipelines of the kernel; sizes are checked against the plan."""
+        """All pipelines of the kernel, initialised; returns those of stream 0. Sizes are checked against the plan."""
         specs = forward_pipelines(self.plan)
         dtype = ELEMENT_TYPES[self.plan.dtype]
         q_bytes = cute.size_in_bytes(dtype, tiles.q) * self.plan.consumer_warpgroups
-        return Pipelines(
-            q=tma_pipeline(specs["q"], storage.bar_q, q_bytes),
-            k=tma_pipeline(specs["k"], storage.bar_k, cute.size_in_bytes(dtype, tiles.k)),
-            v=tma_pipeline(specs["v"], storage.bar_v, cute.size_in_bytes(dtype, tiles.v)),
-            tiles=make_mailbox(specs["tile"], storage, self.plan.is_ragged),
-            o=(
-                thread_pipeline(specs["o"], storage.bar_o, self.plan.consumer_warpgroups)
-                if self.plan.o_place == "v"
-                else None
-            ),
-        )
+
+        def of(stream: int) -> Pipelines:
+            return Pipelines(
+                q=tma_pipeline(specs["q"], storage.bar_q, q_bytes, stream),
+                k=tma_pipeline(specs["k"], storage.bar_k, cute.size_in_bytes(dtype, tiles.k), stream),
+                v=tma_pipeline(specs["v"], storage.bar_v, cute.size_in_bytes(dtype, tiles.v), stream),
+                tiles=make_mailbox(specs["tile"], storage, self.plan.is_ragged, stream),
+                o=(
+                    thread_pipeline(specs["o"], storage.bar_o, self.plan.consumer_warpgroups, stream)
+                    if self.plan.o_place == "v"
+                    else None
+                ),
+            )
+
+        first, *_ = [of(stream) for stream in range(self.plan.streams)]
+        return first
 
 
 def placeholder_arguments(plan: ForwardPlan) -> tuple[Any, ...]:

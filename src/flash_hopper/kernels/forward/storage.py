@@ -9,6 +9,7 @@
 | sV | (tile_n, tile_hdimv) per K/V stage | - | TMA | wgmma |
 | sO | (64, tile_hdimv) per warpgroup | as `plan.o_place` says: nobody, the tile's own Q, or a stage of V | its warpgroup (stmatrix) | TMA store |
 
+Of several streams each has all of this: a buffer holds that of stream 0, then that of stream 1, and `stream_view` is what a role sees.
 A warpgroup's part of Q is contiguous, so that its O can take exactly that place once its own last QK is done. A stage of V is read by
 all warpgroups: `Consumer.value_stage` says which and when.
 """
@@ -17,8 +18,9 @@ from typing import Any, NamedTuple
 
 from flash_hopper.device.dsl import ELEMENT_TYPES, Int32, Int64, SmemAllocator, cute
 from flash_hopper.device.layouts import stacked, tile_layout
+from flash_hopper.device.pipelines import of_stream
 from flash_hopper.device.schedulers.mailbox import slot_ints
-from flash_hopper.kernels.forward.args import SharedTensors
+from flash_hopper.kernels.forward.args import Pipelines, SharedTensors
 from flash_hopper.plan.budget import check_shared_memory
 from flash_hopper.plan.forward import ForwardPlan
 from flash_hopper.plan.roles import forward_pipelines
@@ -58,35 +60,38 @@ def shared_struct(plan: ForwardPlan) -> Any:
     dtype = ELEMENT_TYPES[plan.dtype]
     specs = forward_pipelines(plan)
     q, k, v, o = _sizes(plan)
-    wgs, stages = plan.consumer_warpgroups, plan.kv_stages
+    wgs, stages, streams = plan.consumer_warpgroups, plan.kv_stages, plan.streams
     tensor = cute.struct.MemRange
     align = cute.struct.Align
 
     @cute.struct
     class Shared:
-        bar_q: tensor[Int64, 2 * specs["q"].stages]
-        bar_k: tensor[Int64, 2 * specs["k"].stages]
-        bar_v: tensor[Int64, 2 * specs["v"].stages]
-        bar_o: tensor[Int64, 2 * specs["o"].stages if "o" in specs else 0]
-        bar_tile: tensor[Int64, 2 * specs["tile"].stages]
-        slots: align[tensor[Int32, slot_ints(plan.is_ragged) * specs["tile"].stages], 16]
-        sQ: align[tensor[dtype, q * wgs * plan.q_stages], SWIZZLE_ALIGN]
-        sK: align[tensor[dtype, k * stages], SWIZZLE_ALIGN]
-        sV: align[tensor[dtype, v * stages], SWIZZLE_ALIGN]
-        sO: align[tensor[dtype, o * wgs if plan.o_place == "apart" else 0], SWIZZLE_ALIGN]
+        bar_q: tensor[Int64, streams * 2 * specs["q"].stages]
+        bar_k: tensor[Int64, streams * 2 * specs["k"].stages]
+        bar_v: tensor[Int64, streams * 2 * specs["v"].stages]
+        bar_o: tensor[Int64, streams * 2 * specs["o"].stages if "o" in specs else 0]
+        bar_tile: tensor[Int64, streams * 2 * specs["tile"].stages]
+        slots: align[tensor[Int32, streams * slot_ints(plan.is_ragged) * specs["tile"].stages], 16]
+        sQ: align[tensor[dtype, streams * q * wgs * plan.q_stages], SWIZZLE_ALIGN]
+        sK: align[tensor[dtype, streams * k * stages], SWIZZLE_ALIGN]
+        sV: align[tensor[dtype, streams * v * stages], SWIZZLE_ALIGN]
+        sO: align[tensor[dtype, streams * o * wgs if plan.o_place == "apart" else 0], SWIZZLE_ALIGN]
 
     check_shared_memory(plan.name, Shared.size_in_bytes())
     return Shared
 
 
 def allocate(plan: ForwardPlan, struct: Any, tiles: TileLayouts) -> tuple[Any, SharedTensors]:
-    """In the kernel: the storage object (for barriers and slots) and the tensors in it."""
+    """In the kernel: the storage object (for barriers and slots) and the tensors in it, of several streams with one mode more."""
     storage = SmemAllocator().allocate(struct)
     q, k, v, o = _sizes(plan)
     wgs, stages = plan.consumer_warpgroups, plan.kv_stages
 
     def tensor(field: Any, tile: cute.ComposedLayout, count: int, stride: int) -> cute.Tensor:
-        return field.get_tensor(stacked(tile, count, stride), swizzle=tile.inner)
+        outer = stacked(tile, count, stride)
+        if plan.streams > 1:
+            outer = cute.append(outer, cute.make_layout(plan.streams, stride=count * stride))
+        return field.get_tensor(outer, swizzle=tile.inner)
 
     return storage, SharedTensors(
         sQ=tensor(storage.sQ, tiles.q, wgs * plan.q_stages, q),
@@ -98,3 +103,14 @@ def allocate(plan: ForwardPlan, struct: Any, tiles: TileLayouts) -> tuple[Any, S
             "v": lambda: tensor(storage.sV, tiles.o, stages, v),
         }[plan.o_place](),
     )
+
+
+def stream_view(
+    plan: ForwardPlan, shared: SharedTensors, pipes: Pipelines, stream: Int32
+) -> tuple[SharedTensors, Pipelines]:
+    """What a role of this stream (run-time, the same in a warp) sees of the buffers, and of the pipelines of stream 0."""
+    if plan.streams == 1:
+        return shared, pipes
+    own = SharedTensors(*(t[None, None, None, stream] for t in shared))
+    q, k, v, o = (None if pipe is None else of_stream(pipe, stream) for pipe in (pipes.q, pipes.k, pipes.v, pipes.o))
+    return own, Pipelines(q, k, v, pipes.tiles.of_stream(stream), o)

@@ -17,27 +17,30 @@ class Tile:
 
     `kv_stages`: how many stages of K and V to make room for, even at the price of a buffer for O: warpgroups that see
     different keys may then drift apart, and jump over those that they do not see (`ForwardPlan.looks_ahead`).
+    `streams`: how many such tiles a CTA computes beside each other, each with stages of its own.
     """
 
     m: int
     n: int
     has_pingpong: bool = True
     kv_stages: int = 2
+    streams: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """Serves head dims up to `hdim` and `hdimv`.
 
-    `tile` serves what no other does; `short` replaces it where it pads fewer query rows and nothing is masked; `causal` serves masks
-    up to `causal_to` rows, where the masked part of the diagonal weighs more; `window` serves windows up to `WINDOW_TO` keys;
-    `ragged` serves ragged batches up to `RAGGED_TO` rows. `why` is the basis.
+    `tile` serves what no other does; `short` replaces it where nothing is masked, up to `short_to` rows and where it pads fewer of
+    them; `causal` serves masks up to `causal_to` rows, where the masked part of the diagonal weighs more; `window` serves windows up
+    to `WINDOW_TO` keys; `ragged` serves ragged batches up to `RAGGED_TO` rows. `why` is the basis.
     """
 
     hdim: int
     hdimv: int
     tile: Tile
     short: Tile | None
+    short_to: int
     causal: Tile | None
     causal_to: int
     window: Tile | None
@@ -55,7 +58,7 @@ class Row:
 
 # A row's `short` tile is taken if `tile` would pad the query length by more than this over it.
 SHORT_TILE_GAIN = 1.04
-# Bounds of a chunk do not fit into the 112 registers that a thread has beside four consumer warpgroups.
+# Rows of a CTA, over all streams. Bounds of a chunk do not fit into the 112 registers that a thread has beside four consumer warpgroups.
 CHUNK_MAX_M = 192
 
 # Windows of this many keys take the tile for windows. H200, 2026-11, d = 128, 16k, TFLOP/s of 192x80 with turns, 192x64 without
@@ -66,25 +69,25 @@ WINDOW_TO = 2048
 # (H200, 2026-11, docs/findings/ragged.md).
 RAGGED_TO = 8192
 
-# Small blocks of keys, of which few are cut; the latter two without turns, so that warpgroups may drift apart.
-FOUR_WARPGROUPS, THREE_STAGES, FOUR_STAGES = (
-    Tile(256, 64, kv_stages=4),
+# Small blocks of keys, of which few are cut, and no turns, so that warpgroups may drift apart.
+TWO_STREAMS, THREE_STAGES, FOUR_STAGES = (
+    Tile(128, 64, False, 3, streams=2),
     Tile(192, 64, False, 3),
     Tile(192, 64, False, 4),
 )
 
 ROWS = (
-    Row(64, 64, Tile(192, 128), FOUR_WARPGROUPS, FOUR_WARPGROUPS, 4096, Tile(256, 64, False, 6), FOUR_WARPGROUPS,
-        "H200, 2026-11: full 4k 570 against 566, causal 2k 460 against 484, window 1024 430 against 447, 128 197 with four stages and "
-        "211 with six; four stages instead of two in the short tile: full 1k 512 and 539, causal 2k 497 and 511"),
-    Row(96, 96, Tile(192, 96), Tile(128, 128), Tile(128, 128), 2048, FOUR_STAGES, THREE_STAGES,
+    Row(64, 64, Tile(192, 128), TWO_STREAMS, 4096, TWO_STREAMS, 4096, Tile(128, 64, True, 4, streams=2), TWO_STREAMS,
+        "H200, 2026-11-30, time of 256x64 over two streams: full 1k 1.014, causal 1k, 2k, 4k 1.009, 1.008, 1.013, window 128 and 1024 1.021 "
+        "and 1.019, ragged by Zipf full 1.034, causal 1.079, 8 x 2k 0.978, 0.985; of 192x128: full 2k, 4k, 16k 1.022, 1.022, 0.976"),
+    Row(96, 96, Tile(192, 96), Tile(128, 128), 0, Tile(128, 128), 2048, FOUR_STAGES, THREE_STAGES,
         "registers: 48 S + 24 P + 48 O of 160; thresholds as for 128"),
-    Row(128, 128, Tile(192, 80), Tile(128, 128), THREE_STAGES, 2048, FOUR_STAGES, THREE_STAGES,
+    Row(128, 128, Tile(192, 80), Tile(128, 128), 0, THREE_STAGES, 2048, FOUR_STAGES, THREE_STAGES,
         "H200, 2026-11: full 4k 772 against 741; us of causal 1k 132.8 (128x128) and 132.0, 2k 217.6 and 215.4, 4k 398.9 (192x80) "
         "and 408.8 since who jumps over stages waits twice; window 1024 538 against 580"),
-    Row(192, 128, Tile(128, 112), None, None, 0, None, None, "largest n that leaves room for a separate O buffer"),
-    Row(192, 192, Tile(128, 112), None, None, 0, None, None, "largest n with two K/V stages, O staged in Q's buffer"),
-    Row(256, 256, Tile(128, 80), None, None, 0, None, None, "largest n with two K/V stages, O staged in Q's buffer"),
+    Row(192, 128, Tile(128, 112), None, 0, None, 0, None, None, "largest n that leaves room for a separate O buffer"),
+    Row(192, 192, Tile(128, 112), None, 0, None, 0, None, None, "largest n with two K/V stages, O staged in Q's buffer"),
+    Row(256, 256, Tile(128, 80), None, 0, None, 0, None, None, "largest n with two K/V stages, O staged in Q's buffer"),
 )  # fmt: skip
 
 
@@ -104,10 +107,12 @@ def choose_tile(hdim: int, hdimv: int, mask: MaskKind, seqlen_q: int, is_ragged:
         return row.causal
     if row.short is None or mask != "full":
         return row.tile
+    if seqlen_q <= row.short_to:
+        return row.short
     padded, padded_short = round_up(seqlen_q, row.tile.m), round_up(seqlen_q, row.short.m)
     return row.short if padded > SHORT_TILE_GAIN * padded_short else row.tile
 
 
 def _suits(tile: Tile | None, mask: MaskKind) -> TypeGuard[Tile]:
     """True for a tile that has the registers for the mask."""
-    return tile is not None and (mask != "chunk" or tile.m <= CHUNK_MAX_M)
+    return tile is not None and (mask != "chunk" or tile.m * tile.streams <= CHUNK_MAX_M)
