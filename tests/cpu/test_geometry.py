@@ -11,10 +11,13 @@ from flash_hopper.geometry.arith import ceil_div, clamp, maximum, minimum, round
 from flash_hopper.geometry.blocks import WARPGROUP_ROWS, Blocks, key_blocks, query_blocks, warpgroup_blocks
 from flash_hopper.geometry.masks import UNBOUNDED, Lengths, MaskBounds, visible_keys, visible_queries
 from flash_hopper.geometry.tiles import (
+    FEWEST_PAIRS,
     KEY_SECTION_BYTES,
     SECTION_BYTES,
+    SHARED_ROWS,
     TileCoord,
     heads_per_section,
+    query_heads_per_section,
     shares,
     tile_coord,
 )
@@ -331,6 +334,31 @@ def test_a_section_fits_l2_or_has_the_least_number_of_pairs(
         assert section * pair_bytes <= most_bytes * group
     else:
         assert section == min(max(least_pairs, 1), heads * batch)
+
+
+@given(
+    pair_bytes=st.integers(0, 1 << 40),
+    is_uneven=st.booleans(),
+    heads_k=st.integers(1, 64),
+    group=st.integers(1, 16),
+    batch=st.integers(1, 1000),
+    rows=st.integers(0, 132 * 256),
+)
+def test_sections_of_query_tiles_are_alike_and_exceed_l2_only_while_a_pair_has_several_tiles_in_flight(
+    pair_bytes, is_uneven, heads_k, group, batch, rows
+):
+    heads, total = heads_k * group, heads_k * group * batch
+    section = query_heads_per_section(pair_bytes, is_uneven, heads, batch, group, rows)
+    assert 1 <= section <= total
+    if not is_uneven:
+        assert section == 1
+        return
+    last = total - (ceil_div(total, section) - 1) * section
+    assert section - last < ceil_div(total, section)
+    if section > FEWEST_PAIRS and section * pair_bytes > SECTION_BYTES * group:
+        assert section * pair_bytes <= 2 * SECTION_BYTES * group
+        assert section * SHARED_ROWS <= rows
+    assert section == total or section >= FEWEST_PAIRS // 2
 
 
 @given(a=st.integers(-(10**6), 10**6), b=st.integers(1, 1000), low=st.integers(-100, 100), high=st.integers(-100, 100))

@@ -10,10 +10,13 @@ from typing import NamedTuple
 from flash_hopper.geometry.arith import Int, ceil_div, clamp, maximum, minimum
 from flash_hopper.geometry.blocks import WARPGROUP_ROWS as BAND_ROWS
 
-# Keys and values of a section; 32 MiB was best up to 4k tokens, and never fewer than 16 pairs: with fewer, CTAs run out
-# of long tiles to start with (H200, 2026-11, docs/findings/causal_order.md).
+# Keys and values of a section, and the fewest pairs: with fewer, CTAs run out of long tiles to start with. Of a dense batch up to
+# twice as much, if the tiles in flight have so many rows of each pair, and at least eight pairs. Head dim 128, 4k: 697 TFLOP/s with
+# 16 pairs, 706 with 32, 682 with 48; 1k: 506 with 64, 458 with 128 (H200, 2026-11, docs/findings/causal_order.md).
 SECTION_BYTES = 32 << 20
 SECTION_PAIRS = 16
+SHARED_ROWS = 384
+FEWEST_PAIRS = 8
 
 # Of the backward by keys, Q, dO and the accumulator of dQ, to which a section's tiles come back; never fewer tiles than two for each
 # CTA. Head dim 64, 1k: 281 TFLOP/s with 128 pairs, 312 with 64 or fewer; 4k: 458 with 64, 481 with 16, 468 with 1; head dim 128, 16k:
@@ -68,6 +71,22 @@ def heads_per_section(
         return 1
     pairs = most_bytes // max(pair_bytes, 1) * qhead_per_kvhead
     return max(1, min(heads * batch, max(pairs, least_pairs)))
+
+
+def query_heads_per_section(
+    pair_bytes: int, is_uneven: bool, heads: int, batch: int, qhead_per_kvhead: int, rows_in_flight: int
+) -> int:
+    """The same for tiles of queries of a dense batch, of which CTAs compute `rows_in_flight` rows at a time.
+
+    What the tiles in flight of a pair share is loaded once for all of them, so that a section may exceed L2 if each pair has several.
+    Sections are alike: a last one of few pairs would end with long tiles.
+    """
+    if not is_uneven:
+        return 1
+    fitting, most = (size // max(pair_bytes, 1) * qhead_per_kvhead for size in (SECTION_BYTES, 2 * SECTION_BYTES))
+    pairs = max(fitting, min(most, rows_in_flight // SHARED_ROWS), FEWEST_PAIRS)
+    pairs = int(2 ** (pairs.bit_length() - 1))  # as heads and batches mostly are
+    return ceil_div(heads * batch, ceil_div(heads * batch, pairs))
 
 
 def rows_per_section(row_bytes: int, is_uneven: bool, most_bytes: int = SECTION_BYTES) -> int:

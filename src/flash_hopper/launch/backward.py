@@ -14,7 +14,13 @@ import torch
 from flash_hopper.compile.store import get_kernel
 from flash_hopper.geometry.arith import ceil_div, round_up
 from flash_hopper.geometry.masks import kernel_bounds
-from flash_hopper.geometry.tiles import KEY_SECTION_BYTES, KEY_SECTION_ROUNDS, heads_per_section, rows_per_section
+from flash_hopper.geometry.tiles import (
+    KEY_SECTION_BYTES,
+    KEY_SECTION_ROUNDS,
+    heads_per_section,
+    query_heads_per_section,
+    rows_per_section,
+)
 from flash_hopper.launch.device import device_facts, tile_counter
 from flash_hopper.launch.ragged import (
     RaggedArgs,
@@ -210,7 +216,9 @@ class PreparedBackward:
             tiles = most_tiles(p.rows_q, p.batch, tile_rows) * p.heads
             return min(self.ctas, tiles), rows_per_section(row_bytes, self._is_uneven)
         pair_bytes = self.mask.reach(p.seqlen_k) * row_bytes
-        return self.ctas, heads_per_section(pair_bytes, self._is_uneven, p.heads, p.batch, p.qhead_per_kvhead)
+        return self.ctas, query_heads_per_section(
+            pair_bytes, self._is_uneven, p.heads, p.batch, p.qhead_per_kvhead, self.ctas * tile_rows
+        )
 
     def _grid_of_keys(self, tile_rows: int) -> tuple[int, int]:
         """The same for tiles of keys."""
