@@ -25,6 +25,10 @@ CASES = [
     Case(DType.BF16, 2, 8, 2, 1100, 1000, 256, 256, causal=True, scale=-0.05),
     Case(DType.BF16, 2, 8, 2, 1100, 1000, 128, 128, causal=True, values="slopes"),
     Case(DType.BF16, 2, 8, 2, 1100, 1000, 256, 256, return_lse=False),
+    # O in stages of V, several tiles a CTA: of one block of keys, of many, and of windows
+    Case(DType.BF16, 8, 8, 8, 600, 70, 256, 256),
+    Case(DType.BF16, 4, 8, 2, 1300, 1000, 192, 192, causal=True),
+    Case(DType.BF16, 4, 8, 2, 1000, 1000, 256, 256, left=150, right=0),
 ]
 
 

@@ -272,7 +272,8 @@ def smoke() -> list[Case]:
 
 
 def sanitizer() -> list[Case]:
-    """One or two tiles of each kernel family; of those with several streams also more tiles than a GPU has SMs."""
+    """One or two tiles of each kernel family; of those with several streams, and with O in stages of V, also more tiles than a GPU has
+    SMs."""
     return [
         case_of(64, (100, 200)),
         case_of(64, (70, 150), True, heads=(2, 1)),
@@ -284,6 +285,6 @@ def sanitizer() -> list[Case]:
         case_of(128, (100, 140), True, dtype=FP16),
         case_of(96, (130, 100), True),
         case_of((192, 128), (60, 120), True),
-        replace(case_of(256, (70, 90)), scale=-0.1),
+        replace(case_of(256, (100, 200), True, batch=4, heads=(35, 5)), left=60, scale=-0.1),
         replace(case_of(40, (65, 130), True, batch=2, heads=(4, 2)), layout="bhsd", return_lse=False),
     ]
