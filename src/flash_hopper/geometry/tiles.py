@@ -86,7 +86,8 @@ def query_heads_per_section(
     fitting, most = (size // max(pair_bytes, 1) * qhead_per_kvhead for size in (SECTION_BYTES, 2 * SECTION_BYTES))
     pairs = max(fitting, min(most, rows_in_flight // SHARED_ROWS), FEWEST_PAIRS)
     pairs = 1 << (pairs.bit_length() - 1)  # as heads and batches mostly are
-    return int(ceil_div(heads * batch, ceil_div(heads * batch, pairs)))
+    every = max(heads * batch, 1)
+    return int(ceil_div(every, ceil_div(every, pairs)))
 
 
 def rows_per_section(row_bytes: int, is_uneven: bool, most_bytes: int = SECTION_BYTES) -> int:

@@ -157,6 +157,8 @@ class FusedConsumer:
         plan = self.plan
         ds_stage = i % 2
         if const_expr(not self.is_ahead):
+            if const_expr(not plan.reads_ahead):
+                await_full(pipes.q, at.q)
             issue_s(atoms, scores, at.q.index)
         await_full(pipes.do, at.do)
         issue_dp(atoms, grads, at.do)

@@ -31,8 +31,8 @@ class Tile:
 class Row:
     """Serves head dims up to `hdim` and `hdimv`.
 
-    `tile` serves what no other does; `short` replaces it where nothing is masked, up to `short_to` rows and where it pads fewer of
-    them; `causal` serves masks up to `causal_to` rows, where the masked part of the diagonal weighs more; `window` serves windows up
+    `tile` serves what no other does; `short` replaces it where nothing is masked, up to `short_to` rows unless it pads more of them,
+    and beyond where it pads fewer; `causal` serves masks up to `causal_to` rows, where the masked part of the diagonal weighs more; `window` serves windows up
     to `WINDOW_TO` keys; `ragged` serves ragged batches up to `RAGGED_TO` rows. `why` is the basis.
     """
 
@@ -56,7 +56,7 @@ class Row:
         return {name: tile for name, tile in found.items() if tile is not None}
 
 
-# A row's `short` tile is taken if `tile` would pad the query length by more than this over it.
+# What counts as padding more: query rows computed, over those of the other tile.
 SHORT_TILE_GAIN = 1.04
 # Rows of a CTA, over all streams. Bounds of a chunk do not fit into the 112 registers that a thread has beside four consumer warpgroups.
 CHUNK_MAX_M = 192
@@ -86,8 +86,8 @@ ROWS = (
         "H200, 2026-11: full 4k 772 against 741; us of causal 1k 132.8 (128x128) and 132.0, 2k 217.6 and 215.4, 4k 398.9 (192x80) "
         "and 408.8 since who jumps over stages waits twice; window 1024 538 against 580"),
     Row(192, 128, Tile(128, 112), None, 0, None, 0, None, None, "largest n that leaves room for a separate O buffer"),
-    Row(192, 192, Tile(128, 112), None, 0, None, 0, None, None, "largest n with two K/V stages, O staged in Q's buffer"),
-    Row(256, 256, Tile(128, 80), None, 0, None, 0, None, None, "largest n with two K/V stages, O staged in Q's buffer"),
+    Row(192, 192, Tile(128, 112), None, 0, None, 0, None, None, "largest n with two K/V stages, O staged in V's"),
+    Row(256, 256, Tile(128, 80), None, 0, None, 0, None, None, "largest n with two K/V stages, O staged in V's"),
 )  # fmt: skip
 
 
@@ -107,9 +107,9 @@ def choose_tile(hdim: int, hdimv: int, mask: MaskKind, seqlen_q: int, is_ragged:
         return row.causal
     if row.short is None or mask != "full":
         return row.tile
-    if seqlen_q <= row.short_to:
-        return row.short
     padded, padded_short = round_up(seqlen_q, row.tile.m), round_up(seqlen_q, row.short.m)
+    if seqlen_q <= row.short_to:
+        return row.short if padded_short <= SHORT_TILE_GAIN * padded else row.tile
     return row.short if padded > SHORT_TILE_GAIN * padded_short else row.tile
 
 
