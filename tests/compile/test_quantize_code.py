@@ -37,6 +37,20 @@ TURNED = [
 ]
 OTHER_DTYPES = [transformed(d, dtype=dtype) for d, dtype in product((16, 80, *MAIN_DIMS), (DType.FP16, DType.FP32))]
 OTHER_DTYPES += [plan_of(d, dtype=DType.FP32, is_transposed=True) for d in MAIN_DIMS]
+# what ptxas found no registers for, and others like it
+TIGHT = [
+    transformed(d, purpose, dtype, rotary=kind, rotary_dim=d, has_wide_table=True, has_offsets=True, **ragged)
+    for d, purpose, dtype, kind, ragged in (
+        (16, "block", DType.BF16, "halves", {}),
+        (32, "block", DType.BF16, "halves", {}),
+        (64, "block", DType.BF16, "halves", {}),
+        (64, "absmax", DType.FP32, "halves", RAGGED),
+        (128, "scaled", DType.BF16, "halves", RAGGED),
+        (256, "block", DType.BF16, "halves", RAGGED),
+        (256, "scaled", DType.FP32, "halves", RAGGED),
+        (256, "block", DType.FP32, "interleaved", {}),
+    )
+]
 REORDERED = [reorder_plan(d, is_ragged=False, has_seqused=False) for d in HEAD_DIMS]
 REORDERED += [
     reorder_plan(d, ragged, used)
@@ -56,6 +70,18 @@ def test_nothing_is_spilled_and_ptxas_objects_to_nothing(plan, kernels):
     report = kernels.report(plan)
     assert report.ptxas.faults == []
     assert report.count("LDL") == report.count("STL") == 0
+
+
+@pytest.mark.parametrize("plan", TIGHT, ids=lambda p: p.name)
+def test_with_angles_in_float32_little_is_spilled_and_read_once_a_block(plan, kernels):
+    report = kernels.report(plan)
+    assert report.ptxas.faults_beyond(plan.most_spill_bytes) == []
+    assert report.count("LDL") + report.count("STL") <= plan.most_spill_bytes // 4
+
+
+def test_only_plans_that_turn_may_spill():
+    assert {plan.most_spill_bytes > 0 for plan in TURNED} == {True}
+    assert {plan.most_spill_bytes for plan in PLANS if plan.rotary == "none"} == {0}
 
 
 @every_plan

@@ -30,6 +30,9 @@ PLAIN: dict[str, Any] = {
 # Of a thread: a float32 for each element, and what a block's places take. ptxas takes 168 where 151 to 155 do (2026-11)
 STRIP_REGISTERS = {STRIP: 128, LONG_STRIP: 168}
 CODE_REGISTERS = 64  # of a thread that moves codes: 64 bytes
+# Where angles take registers, too, ptxas keeps up to 22 words of a thread that are read once a block in local memory (of 488 plans with
+# tables in float32 15 spilled 8 to 88 bytes, stores and loads together; 2026-11): 1 to 5 of some 2,500 instructions a block.
+ROTARY_SPILL_BYTES = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,11 @@ class QuantizePlan:
     def stages(self) -> int:
         """Blocks in shared memory: one that is computed, the others on their way."""
         return max(1, stages_for(self.ctas_per_sm, self.block_bytes))
+
+    @property
+    def most_spill_bytes(self) -> int:
+        """Spills that are no fault, in bytes a thread."""
+        return 0 if self.rotary == "none" else ROTARY_SPILL_BYTES
 
     @property
     def exchanges(self) -> bool:
