@@ -4,11 +4,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from floor import OPTION, Floor
 
 HERE = Path(__file__).parent
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        OPTION, type=Path, metavar="FILE", help="Leave out the tests that FILE names, and add those that pass."
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Floor(config.getoption(OPTION, None), hasattr(config, "workerinput")))
     config.addinivalue_line(
         "markers", "requires_hopper: needs a GPU of compute capability 9.0; every test in tests/gpu"
     )

@@ -44,6 +44,8 @@ def test_fa3_is_right_in_both_directions_where_it_is_installed(d, causal, heads_
         try:
             prepare("fa3", shape, make_inputs(shape, "cuda"))
         except ProviderAbsent as absent:
+            if "is not installed" not in str(absent):
+                raise
             pytest.skip(f"fa3 is absent: {absent}")
 
 
