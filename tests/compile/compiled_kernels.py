@@ -10,6 +10,7 @@ from flash_hopper.compile.build import build
 from flash_hopper.compile.disk import DiskCache
 from flash_hopper.compile.inspect import KernelReport
 from flash_hopper.compile.parallel import map_plans
+from flash_hopper.plan.roles import REGISTER_FILE, roles_of
 
 GROUP = 8  # kernels that are disassembled together
 
@@ -77,3 +78,11 @@ def _parameter_bytes(ptx: str) -> list[int]:
     entries = re.findall(r"\.entry (\w+)\((.*?)\)", ptx, re.DOTALL)
     (entry,) = (parameters for name, parameters in entries if "ScheduleKernel" not in name)
     return [int(bits) // 8 * int(count or 1) for bits, count in _PARAMETER.findall(entry)]
+
+
+def check_registers(plan, report: KernelReport) -> None:
+    """Of an attention kernel: no spills, no advisories, the registers that its roles share out, each role's handed over once."""
+    assert report.ptxas.faults == []
+    assert report.count("LDL") == report.count("STL") == 0
+    assert report.ptxas.registers == REGISTER_FILE // roles_of(plan).threads // 8 * 8
+    assert report.count("USETMAXREG.DEALLOC") == report.count("USETMAXREG.TRY_ALLOC") == 1

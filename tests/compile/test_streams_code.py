@@ -7,11 +7,12 @@ launch is recorded in `test_forward_launch.py`, barriers are counted in `test_st
 from dataclasses import replace
 
 import pytest
+from compiled_kernels import check_registers
 
 from flash_hopper.compile.presets import forward_plans
 from flash_hopper.plan.budget import layout_fault
 from flash_hopper.plan.candidates import candidates
-from flash_hopper.plan.roles import REGISTER_FILE, forward_pipelines, roles_of
+from flash_hopper.plan.roles import forward_pipelines
 from flash_hopper.problem.dtypes import DType
 from flash_hopper.testing.bench_suites import BenchShape
 from flash_hopper.testing.tune import with_lse
@@ -65,17 +66,8 @@ def test_tune_tries_them(options):
 
 
 @every_plan
-def test_nothing_is_spilled_and_ptxas_objects_to_nothing(plan, kernels):
-    report = kernels.report(plan)
-    assert report.ptxas.faults == []
-    assert report.count("LDL") == report.count("STL") == 0
-
-
-@every_plan
-def test_registers_are_shared_out_once_among_the_warpgroups_of_all_streams(plan, kernels):
-    threads, report = roles_of(plan).threads, kernels.report(plan)
-    assert report.ptxas.registers == REGISTER_FILE // threads // 8 * 8
-    assert report.count("USETMAXREG.DEALLOC") == report.count("USETMAXREG.TRY_ALLOC") == 1
+def test_nothing_is_spilled_and_the_registers_of_the_launch_are_shared_out_once(plan, kernels):
+    check_registers(plan, kernels.report(plan))
 
 
 @every_plan
