@@ -111,7 +111,10 @@ def test_a_value_of_another_type_is_refused_with_file_row_and_field(name, value)
         ({"n": 100}, "n must be a multiple of 16"),
         ({"o_place": "k"}, "o_place must be one of apart, q, v, got 'k'"),
         ({"o_place": "v", "n": 48}, "o_place v needs n of at least 64 .* got n = 48"),
-        ({"o_place": "v", "m": 192}, "o_place v needs .* a stage of V for each of 3 warpgroups, .* kv_stages = 2"),
+        (
+            {"o_place": "v", "m": 192},
+            "o_place v needs .* a stage of V for each of a tile's 3 warpgroups, .* kv_stages = 2",
+        ),
         ({"n": 192}, r"n = 192 .* takes 208 registers .* has 232"),
         ({"kv_stages": 4}, r"kv_stages and q_stages .* take \d+ bytes, there are \d+"),
         ({"m": 64}, "has_pingpong must be false"),

@@ -276,6 +276,7 @@ def test_a_warpgroup_whose_output_lies_in_v_has_a_stage_that_is_large_enough_and
     for plan in in_v:
         assert plan.kv_stages >= plan.consumer_warpgroups, plan
         assert plan.tile_n * plan.tile_hdimv >= 64 * plan.tile_hdimv, plan
+        assert not plan.looks_ahead, plan  # it has not waited for stages that it jumps over
 
 
 def test_the_only_stage_of_q_is_freed_early_unless_the_output_lies_in_it(runnable):

@@ -144,8 +144,8 @@ def layout_fault(layout: Layout, hdim: int, hdimv: int, itemsize: int, mask: Mas
         return f"o_place must be one of {', '.join(O_PLACES)}, got {layout.o_place!r}"
     if layout.o_place == "v" and not _fits_v(layout.m, layout.n, layout.kv_stages):
         return (
-            f"o_place v needs n of at least {WARPGROUP_ROWS} and a stage of V for each of {warpgroups} warpgroups, got n = {layout.n} "
-            f"and kv_stages = {layout.kv_stages}"
+            f"o_place v needs n of at least {WARPGROUP_ROWS} and a stage of V for each of a tile's {layout.m // WARPGROUP_ROWS} "
+            f"warpgroups, got n = {layout.n} and kv_stages = {layout.kv_stages}"
         )
     held, registers = held_registers(layout.n, hdimv), REGISTERS[warpgroups][1]
     if held + OTHER_REGISTERS > registers:

@@ -77,9 +77,10 @@ class ForwardPlan:
         That takes a second stage of Q. And a warpgroup must be able to jump over blocks that it does not see, which the
         producer frees in its place: over fewer than there are stages, as a whole round of stages that went by unseen would be
         mistaken for the next one. Ranges of a tile's warpgroups start and end 64 rows apart; of chunks, any number of blocks.
-        The tiles of a ragged batch are not found early enough (docs/findings/ragged.md).
+        The tiles of a ragged batch are not found early enough (docs/findings/ragged.md). And who stages O in V must have waited for
+        every stage of V (`Consumer.value_stage`).
         """
-        if self.q_stages == 1 or self.is_ragged or self.mask == "chunk":
+        if self.q_stages == 1 or self.o_place == "v" or self.is_ragged or self.mask == "chunk":
             return False
         steps = [ceil_div(64 * i, self.tile_n) for i in range(self.consumer_warpgroups)]
         in_front = steps if self.mask == "local" else [0] * len(steps)

@@ -53,9 +53,10 @@ class ForwardKernel:
     | pipeline | stages | filled by | bytes a stage | freed by |
     |---|---|---|---|---|
     | tile | 2 | scheduler lane, 1 arrival | coordinates, lengths | 1 arrival a consumer warp and the producer, when read |
-    | q | plan.q_stages | TMA, one load a warpgroup | tile_m x tile_hdim | 1 a consumer warp, after the last QK (or after O's store has read the buffer, if O is staged there) |
+    | q | plan.q_stages | TMA, one load a warpgroup | tile_m x tile_hdim | 1 a consumer warp, when the tile is done, or after its last QK with `plan.frees_q_early`, or after O's store has read the buffer, if O is staged there |
     | k | plan.kv_stages | TMA | tile_n x tile_hdim | 1 a consumer warp, when QK is done, or by the producer in its place |
     | v | plan.kv_stages | TMA | tile_n x tile_hdimv | 1 a consumer warp, when PV is done, or by the producer in its place |
+    | o, if O is staged in V | 1 | 1 arrival a warpgroup, when O's store has read its stage of V | - | nobody: the producer waits once a tile, before its first V |
 
     Scheduler, per tile: post it, wait until everybody has started on it, find the next. Producer, per tile: load Q, K(last);
     per block: K(j - 1), V(j); V(first).
