@@ -48,8 +48,10 @@ def plain_python(monkeypatch) -> None:
         for name, value in vars(module).copy().items():
             if name in swaps:
                 monkeypatch.setattr(module, name, swaps[name])
-            elif name.startswith(("issue", "await")):
+                continue
+            if name.startswith(("issue", "await", "read_")):
                 monkeypatch.setattr(module, name, MagicMock())
+                continue
             for owner, key, item in [(module, name, value), *members(value, module)]:
                 if hasattr(item, "__wrapped__") and hasattr(item, "_dsl_cls"):
                     monkeypatch.setattr(owner, key, item.__wrapped__)
@@ -102,8 +104,8 @@ def visits_of_keys(plan, args, block, band) -> list[tuple[int, bool]]:
         assert [has_next for *_, has_next in notes] == [True] * (len(notes) - 1) + [False]
         return [(m_block, is_masked) for m_block, is_masked, _ in notes]
 
-    def noted(resources, scores, grads, view, at, m_block, is_masked):
-        notes.append((m_block, is_masked))
+    def noted(resources, scores, grads, view, at, order, i, is_masked):
+        notes.append((order.start + i, is_masked))
         return at
 
     def first(resources, scores, grads, view, at, m_block):
