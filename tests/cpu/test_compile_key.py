@@ -43,7 +43,7 @@ def test_different_plans_have_different_keys_and_names():
 
 def test_a_change_of_any_field_of_a_forward_plan_changes_the_key():
     plan = PLANS[0]
-    changed = {DType.BF16: DType.FP16, "static": "dynamic", "full": "causal"}
+    changed = {DType.BF16: DType.FP16, "static": "dynamic", "full": "causal", "apart": "q"}
     for field in dataclasses.fields(plan):
         old = getattr(plan, field.name)
         new = not old if isinstance(old, bool) else old + 1 if isinstance(old, int) else changed[old]
