@@ -30,8 +30,8 @@ PLAIN: dict[str, Any] = {
 # Of a thread: a float32 for each element, and what a block's places take. ptxas takes 168 where 151 to 155 do (2026-11)
 STRIP_REGISTERS = {STRIP: 128, LONG_STRIP: 168}
 CODE_REGISTERS = 64  # of a thread that moves codes: 64 bytes
-# Where angles take registers, too, ptxas keeps up to 22 words of a thread that are read once a block in local memory (of 488 plans with
-# tables in float32 15 spilled 8 to 88 bytes, stores and loads together; 2026-11): 1 to 5 of some 2,500 instructions a block.
+# Where angles take registers, too, ptxas keeps up to 22 words of a thread that are read once a block in local memory: of some 490 plans
+# that turn, 15 spilled 8 to 88 bytes, stores and loads together (2026-11), which is 1 to 5 of some 2,500 instructions a block.
 ROTARY_SPILL_BYTES = 128
 
 
