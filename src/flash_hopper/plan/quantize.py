@@ -30,9 +30,9 @@ PLAIN: dict[str, Any] = {
 # Of a thread: a float32 for each element, and what a block's places take. ptxas takes 168 where 151 to 155 do (2026-11)
 STRIP_REGISTERS = {STRIP: 128, LONG_STRIP: 168}
 CODE_REGISTERS = 64  # of a thread that moves codes: 64 bytes
-# Where angles take registers, too, ptxas keeps up to 22 words of a thread that are read once a block in local memory: of some 490 plans
+# Where angles in float32 take registers, too, ptxas keeps up to 22 words of a thread that are read once a block in local memory: of some 490 plans
 # that turn, 15 spilled 8 to 88 bytes, stores and loads together (2026-11), which is 1 to 5 of some 2,500 instructions a block.
-ROTARY_SPILL_BYTES = 128
+FLOAT32_ANGLES_SPILL_BYTES = 96
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,8 @@ class QuantizePlan:
     @property
     def most_spill_bytes(self) -> int:
         """Spills that are no fault, in bytes a thread."""
-        return 0 if self.rotary == "none" else ROTARY_SPILL_BYTES
+        has_float32_angles = self.rotary != "none" and (self.has_wide_table or self.dtype is DType.FP32)
+        return FLOAT32_ANGLES_SPILL_BYTES if has_float32_angles else 0
 
     @property
     def exchanges(self) -> bool:

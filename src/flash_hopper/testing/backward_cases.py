@@ -90,7 +90,7 @@ def _head_dims() -> Iterator[Case]:
             lengths = 64 + 7 * d % 61, 100 + 11 * d % 150
             yield backward_case(d, lengths, causal, batch=2, deterministic=deterministic)
         else:
-            lengths = 140 + 5 * d % 51, 200 + 13 * d % 170
+            lengths = 200 + 5 * d % 51, 200 + 13 * d % 170
             yield backward_case(d, lengths, causal, heads=(3, 1), deterministic=deterministic, dlse="bhs")
 
 
