@@ -38,9 +38,6 @@ def test_a_clean_kernel_has_registers_and_no_faults():
 def test_any_spill_or_stack_is_a_fault(sizes):
     report = parse_report(remark(**sizes))
     assert report.faults and report.spill_bytes == sizes.get("stores", 0) + sizes.get("loads", 0)
-    assert report.faults_beyond(report.spill_bytes - 1)
-    # stack without spills is something else, which no plan allows
-    assert bool(report.faults_beyond(report.spill_bytes)) == (report.spill_bytes == 0)
 
 
 @pytest.mark.parametrize(

@@ -50,8 +50,8 @@ def build(plan: Plan, trace: Trace | None = None, *, artifacts: bool = False, st
     """Compile the kernel of a plan.
 
     `trace` replaces `kernels.registry.traceable`. With `artifacts` the PTX and the cubin are kept. Raises CompileError
-    if the compiler fails or warns of arguments it dropped and, unless `strict` is off, if the kernel spills more than its plan
-    allows (`most_spill_bytes`, usually nothing) or ptxas ignored part of it; the message holds its report.
+    if the compiler fails or warns of arguments it dropped and, unless `strict` is off, if the kernel spills or ptxas
+    ignored part of it; the message holds its report.
     """
     _check_compiler()
     symbol = plan.name
@@ -60,9 +60,8 @@ def build(plan: Plan, trace: Trace | None = None, *, artifacts: bool = False, st
     with _ONE_AT_A_TIME, tempfile.TemporaryDirectory(prefix="flash-hopper-") as folder:
         start = time.perf_counter()
         compiled, report = _compile(symbol, plan, trace or traceable, Path(folder), artifacts)
-        faults = report.faults_beyond(getattr(plan, "most_spill_bytes", 0))
-        if strict and faults:
-            raise CompileError(f"{symbol}: {'; '.join(faults)}\nptxas reports:\n{report.text}")
+        if strict and report.faults:
+            raise CompileError(f"{symbol}: {'; '.join(report.faults)}\nptxas reports:\n{report.text}")
         path = Path(folder) / "kernel.o"
         compiled.export_to_c(str(path), function_name=symbol, export_only_tvm_ffi_symbols=True)
         ptx, cubin = (compiled.__ptx__, compiled.__cubin__) if artifacts else (None, None)

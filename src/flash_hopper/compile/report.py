@@ -28,13 +28,9 @@ class PtxasReport:
 
     @property
     def faults(self) -> list[str]:
-        """Why this kernel is not what a plan promises that allows no spills; empty if it is."""
-        return self.faults_beyond(0)
-
-    def faults_beyond(self, most_spill_bytes: int) -> list[str]:
-        """The same for a plan that allows so many bytes of spills."""
+        """Why this kernel is not what its plan promised; empty if it is."""
         faults = list(self.advisories)
-        if self.spill_bytes > most_spill_bytes or (self.stack_bytes and not self.spill_bytes):
+        if self.spill_bytes or self.stack_bytes:
             faults.append(f"{self.spill_bytes} bytes of spills, {self.stack_bytes} bytes of stack a thread")
         return faults
 

@@ -30,9 +30,6 @@ PLAIN: dict[str, Any] = {
 # Of a thread: a float32 for each element, and what a block's places take. ptxas takes 168 where 151 to 155 do (2026-11)
 STRIP_REGISTERS = {STRIP: 128, LONG_STRIP: 168}
 CODE_REGISTERS = 64  # of a thread that moves codes: 64 bytes
-# Where angles in float32 take registers, too, ptxas keeps up to 22 words of a thread that are read once a block in local memory: of some 490 plans
-# that turn, 15 spilled 8 to 88 bytes, stores and loads together (2026-11), which is 1 to 5 of some 2,500 instructions a block.
-FLOAT32_ANGLES_SPILL_BYTES = 96
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +76,6 @@ class QuantizePlan:
     def stages(self) -> int:
         """Blocks in shared memory: one that is computed, the others on their way."""
         return max(1, stages_for(self.ctas_per_sm, self.block_bytes))
-
-    @property
-    def most_spill_bytes(self) -> int:
-        """Spills that are no fault, in bytes a thread."""
-        has_float32_angles = self.rotary != "none" and (self.has_wide_table or self.dtype is DType.FP32)
-        return FLOAT32_ANGLES_SPILL_BYTES if has_float32_angles else 0
 
     @property
     def exchanges(self) -> bool:

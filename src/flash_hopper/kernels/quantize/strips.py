@@ -100,7 +100,7 @@ class RowStrips:
                 piece = cute.make_tensor(values.iterator + (first + j) * COLUMNS, cute.make_layout(COLUMNS))
                 own = thread
                 if const_expr(group == 1 and first > 0):
-                    own = after(thread, values[first * COLUMNS - 1])
+                    own = after(thread, [values[(first - 1) * COLUMNS + i] for i in range(COLUMNS)])
                 self.read_piece(sX, piece, block, rotary, angles[j], sSigns, own, first + j)
 
     @cute.jit
@@ -374,13 +374,17 @@ def make_strips(plan: QuantizePlan) -> RowStrips | KeyStrips | CodeStrips:
     return KeyStrips(plan) if plan.is_transposed else RowStrips(plan)
 
 
-def after(thread: Int32, value: Float32) -> Int32:
-    """The same thread, as a number that is not there before a value that was computed.
+def after(thread: Int32, values: list[Float32]) -> Int32:
+    """The same thread, as a number that is not there before values that were computed.
 
-    Otherwise ptxas starts the loads of all pieces at once, for which there are too few registers.
+    Otherwise ptxas starts the loads of all pieces at once, for which there are too few registers; so it does for the elements of
+    a piece of which the number does not depend.
     """
+    top = values[0]
+    for value in values[1:]:
+        top = cute.arch.fmax(top, value)
     pattern = cute.make_rmem_tensor(1, Float32)
-    pattern[0] = value
+    pattern[0] = top
     return thread + Int32(cute.recast_tensor(pattern, Int32)[0] == UNUSED_NAN)
 
 
