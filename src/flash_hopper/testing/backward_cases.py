@@ -306,17 +306,20 @@ def smoke() -> list[Case]:
 
 
 def sanitizer() -> list[Case]:
-    """One or two tiles of each family of kernels."""
+    """One or two tiles of each family of kernels; of the families that draw tiles, also so many that a scheduler warp finds two."""
     return [
         backward_case(64, (100, 200)),
         backward_case(64, (150, 140), True, heads=(2, 1), dlse="bhs"),
         backward_case(128, (130, 170)),
         backward_case(128, (70, 150), True, heads=(3, 1), dtype=FP16),
+        backward_case(64, (20, 66), True, batch=4, heads=(35, 5)),
         backward_case(64, (130, 100), deterministic=True),
         backward_case(64, (200, 210), True, deterministic=True),
+        backward_case(64, (20, 66), batch=4, heads=(35, 7), deterministic=True),
         backward_case(128, (140, 150), True, heads=(2, 1), deterministic=True),
         backward_case((192, 128), (60, 120), True),
         backward_case(256, (70, 90), scale=-0.1),
+        backward_case(256, (12, 90), True, batch=4, heads=(35, 35)),
         backward_case(96, (65, 130), grads="q", dout="expand_all"),
         backward_case(96, (65, 130), True, grads="kv", dout="bhsd"),
     ]

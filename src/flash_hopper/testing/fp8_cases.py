@@ -315,9 +315,10 @@ def in_rows() -> list[Case]:
 
 
 def sanitizer() -> list[Case]:
-    """One or two tiles of each kind of kernel."""
+    """One or two tiles of each kind of kernel, and so many that a scheduler warp finds two."""
     return [
         fp8_case(64, (100, 200)),
+        fp8_case(64, (9, 70), "causal", batch=4, heads=(35, 5)),
         fp8_case(64, (230, 150), "causal", heads=(2, 1), descales=HEAD_FORM),
         fp8_case(64, (100, 300), "local", 3),
         fp8_case(128, (130, 300)),

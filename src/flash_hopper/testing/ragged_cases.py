@@ -359,7 +359,7 @@ def smoke() -> list[Case]:
 
 
 def sanitizer() -> list[Case]:
-    """One or two tiles of each family of kernels; of those with several streams also more tiles than a GPU has SMs."""
+    """One or two tiles of each family of kernels; of those with several streams also so many that a scheduler warp finds two."""
     return [
         replace(case_of(64, (130, 150)), left=20, right=30),
         replace(case_of(128, (130, 170), heads=(2, 1)), left=40, causal=True),
@@ -369,14 +369,14 @@ def sanitizer() -> list[Case]:
         as_backward(replace(case_of(64, (100, 140), heads=(2, 1)), chunk=50, causal=True)),
         ragged_case(64, (100, 140), "causal", batch=3),
         ragged_case(128, (100, 140), "local", 3, batch=3, packed="qk", used="qk", slack=5),
-        ragged_case(64, (9, 12), "full", batch=40, heads=(12, 2), lengths_q="tiny", lengths_k="tiny"),
-        ragged_case(64, (150, 70), "causal", batch=8, heads=(16, 4), lengths_q="150.0.64.129.1.150.128.20"),
-        replace(case_of(64, (70, 80), batch=4, heads=(36, 4)), left=20, right=30),
+        ragged_case(64, (9, 12), "full", batch=40, heads=(24, 4), lengths_q="tiny", lengths_k="tiny"),
+        ragged_case(64, (150, 70), "causal", batch=8, heads=(28, 4), lengths_q="150.0.64.129.1.150.128.20"),
+        replace(case_of(64, (70, 80), batch=8, heads=(36, 4)), left=20, right=30),
         ragged_case(128, (70, 100), "full", batch=4, used="qk", lengths_q="empty_first"),
         ragged_case(256, (70, 90), "causal", batch=2),
         as_backward(ragged_case(64, (100, 140), "causal", batch=3), dlse="bhs"),
         as_backward(ragged_case(128, (100, 140), "full", batch=3, packed="qk", used="qk", slack=5)),
         as_backward(ragged_case(64, (90, 130), "local", 3, batch=3, lengths_k="empty_first"), deterministic=True),
-        as_backward(ragged_case(128, (9, 12), "causal", batch=40, lengths_q="tiny"), deterministic=True),
+        as_backward(ragged_case(128, (9, 12), "causal", batch=40, heads=(8, 4), lengths_q="tiny"), deterministic=True),
         as_backward(ragged_case(256, (70, 90), "full", batch=2, heads=(2, 2))),
     ]

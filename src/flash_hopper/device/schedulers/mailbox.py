@@ -61,9 +61,9 @@ class TileMailbox(NamedTuple):
     def read(self, state: Any) -> Any:
         """Any other warp, all lanes: wait for the next tile, read it and free its slot."""
         self.pipe.consumer_wait(state)
-        # the shuffle inside make_warp_uniform hands out lane 0's load, so the slot may be freed once it is done
         fields = range(len(self.tile_type._fields))
         tile = self.tile_type(*(cute.arch.make_warp_uniform(self.slots[i, state.index]) for i in fields))
+        cute.arch.sync_warp()  # the one lane that frees the slot speaks for all that have read it
         with cute.arch.elect_one():
             self.pipe.consumer_release(state)
         return tile
