@@ -324,7 +324,7 @@ def test_flags_that_the_kernel_is_compiled_for_are_in_the_plan():
     assert plan_forward(problem(128, 128, dtype=DType.FP16)).dtype is DType.FP16
 
 
-def test_pipelines_count_one_arrival_a_warp_that_reads_and_whole_stages(runnable):
+def test_pipelines_count_one_arrival_a_warp_or_of_tiles_a_thread_that_reads_and_whole_stages(runnable):
     for plan in runnable:
         pipelines, size = forward_pipelines(plan), plan.dtype.itemsize
         o = pipelines.pop("o", None)
@@ -338,8 +338,9 @@ def test_pipelines_count_one_arrival_a_warp_that_reads_and_whole_stages(runnable
         assert pipelines["k"].stages == pipelines["v"].stages == plan.kv_stages
         assert (pipelines["tile"].stages, pipelines["tile"].tx_bytes) == (TILE_SLOTS, 0)
         for name, spec in pipelines.items():
-            # tiles are read by the producer as well; of several streams each has pipelines of its own
-            assert spec.consumer_arrivals == 4 * plan.consumer_warpgroups + (name == "tile"), plan
+            # tiles are read by the producer as well, by each lane; of several streams each has pipelines of its own
+            warps = 4 * plan.consumer_warpgroups
+            assert spec.consumer_arrivals == (32 * (warps + 1) if name == "tile" else warps), plan
         barriers = 2 * 8 * sum(spec.stages for spec in pipelines.values())
         slots = TILE_SLOTS * MOST_SLOT_BYTES
         assert plan.streams * (barriers + slots) <= SMEM_BARRIER_BYTES, plan

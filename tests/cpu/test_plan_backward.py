@@ -223,7 +223,7 @@ def test_a_row_of_the_preprocess_is_covered_by_its_threads(every):
         assert per_step * (1 if plans.preprocess.threads_per_row == 8 else 2) >= asked.head_dim_v
 
 
-def test_pipelines_count_one_arrival_a_consumer_warp_and_whole_stages(kernels):
+def test_pipelines_count_one_arrival_a_consumer_warp_or_of_tiles_a_thread_and_whole_stages(kernels):
     for plan in of_kind(kernels, BackwardDkdvPlan):
         specs, size = backward_dkdv_pipelines(plan), plan.dtype.itemsize
         assert specs["keys"].tx_bytes == plan.tile_n * (plan.tile_hdim + plan.tile_hdimv) * size
@@ -232,9 +232,9 @@ def test_pipelines_count_one_arrival_a_consumer_warp_and_whole_stages(kernels):
         assert (specs["q"].stages, specs["do"].stages) == (plan.q_stages, plan.do_stages)
         assert ("p" in specs) == plan.splits_roles
         for spec in specs.values():
-            writer = plan.adds_dq and spec.name == "tile"
-            # P goes from thread to thread between two warpgroups
-            arrivals = WARPGROUP if spec.name == "p" else 4 * plan.consumer_warpgroups + writer
+            # P goes from thread to thread between two warpgroups, a tile to every thread, those of the dQ writer as well
+            warps = 4 * plan.consumer_warpgroups
+            arrivals = {"p": WARPGROUP, "tile": 32 * (warps + plan.adds_dq)}.get(spec.name, warps)
             assert spec.consumer_arrivals == arrivals, (plan, spec)
     for plan in of_kind(kernels, BackwardDqPlan):
         specs, size = backward_dq_pipelines(plan), plan.dtype.itemsize
@@ -243,8 +243,9 @@ def test_pipelines_count_one_arrival_a_consumer_warp_and_whole_stages(kernels):
         assert specs["v"].tx_bytes == plan.tile_n * plan.tile_hdimv * size
         assert (specs["k"].stages, specs["v"].stages) == (plan.k_stages, plan.v_stages)
         for spec in specs.values():
-            producer = spec.name == "tile"  # which reads what the scheduler warp posts
-            assert spec.consumer_arrivals == 4 * plan.consumer_warpgroups + producer, (plan, spec)
+            warps = 4 * plan.consumer_warpgroups
+            # the producer reads what the scheduler warp posts, too
+            assert spec.consumer_arrivals == (32 * (warps + 1) if spec.name == "tile" else warps), (plan, spec)
 
 
 def test_names_are_unique_identifiers(kernels):

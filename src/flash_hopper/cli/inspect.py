@@ -261,6 +261,6 @@ def _pipeline_table(plan: "ForwardPlan") -> Table:
 
     table = _table("pipelines", "name", "stages", "bytes", "arrivals", "freed by")
     for spec in forward_pipelines(plan).values():
-        freed_by = "consumer warps and the producer" if spec.name == "tile" else "consumer warps"
+        freed_by = "threads of consumers and producer" if spec.name == "tile" else "consumer warps"
         table.add_row(spec.name, str(spec.stages), str(spec.tx_bytes), str(spec.consumer_arrivals), freed_by)
     return table

@@ -27,7 +27,11 @@ def make_mailbox(spec: PipelineSpec, storage: Any, is_ragged: bool, stream: int 
 
 
 class TileMailbox(NamedTuple):
-    """slots: (ints, stages) in shared memory; pipe: one arrival fills a slot, one of each reading warp frees it."""
+    """slots: (ints, stages) in shared memory; pipe: one arrival fills a slot, one of each reading thread frees it.
+
+    One of each warp would do if its lanes met in front of it; but what is a NOP in the code made ptxas spill 60 bytes of a backward kernel
+    (2026-11). Without meeting, the others' reads are not ordered before the slot's next filling, and racecheck says so.
+    """
 
     pipe: pipeline.PipelineAsync
     slots: cute.Tensor
@@ -59,11 +63,9 @@ class TileMailbox(NamedTuple):
         self.post(state, self.tile_type(Int32(-1), *(Int32(0) for _ in self.tile_type._fields[1:])))
 
     def read(self, state: Any) -> Any:
-        """Any other warp, all lanes: wait for the next tile, read it and free its slot."""
+        """Any other warp, all lanes: wait for the next tile, read it and free the slot, each lane for itself."""
         self.pipe.consumer_wait(state)
         fields = range(len(self.tile_type._fields))
         tile = self.tile_type(*(cute.arch.make_warp_uniform(self.slots[i, state.index]) for i in fields))
-        cute.arch.sync_warp()  # the one lane that frees the slot speaks for all that have read it
-        with cute.arch.elect_one():
-            self.pipe.consumer_release(state)
+        self.pipe.consumer_release(state)
         return tile

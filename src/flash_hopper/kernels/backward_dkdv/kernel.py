@@ -53,7 +53,7 @@ class BackwardDkdvKernel:
 
     | pipeline | stages | filled by | bytes a stage | freed by |
     |---|---|---|---|---|
-    | tile | 2 | producer lane, 1 arrival | a tile | 1 arrival a consumer warp (with dQ: and its writer), when read |
+    | tile | 2 | producer lane, 1 arrival | a tile | 1 arrival a thread of the consumers (with dQ: and its writer), when read |
     | keys | 1 | TMA, K and V | tile_n x (tile_hdim + tile_hdimv) | 1 a consumer warp, when its stores have read the buffers (with dQ: when its last wgmmas have) |
     | q | plan.q_stages | TMA, Q and LSE | tile_m x (tile_hdim + 4 bytes) | 1 a consumer warp, when S and dK are done |
     | do | plan.do_stages | TMA, dO and D | tile_m x (tile_hdimv + 4 bytes) | 1 a consumer warp, when dP and dV are done |

@@ -42,7 +42,7 @@ class BackwardDqKernel:
 
     | pipeline | stages | filled by | bytes a stage | freed by |
     |---|---|---|---|---|
-    | tile | 2 | scheduler lane, 1 arrival | a tile | 1 arrival a consumer warp and the producer, when read |
+    | tile | 2 | scheduler lane, 1 arrival | a tile | 1 arrival a thread of the consumers and the producer, when read |
     | rows | 1 | TMA, Q and dO | tile_m x (tile_hdim + tile_hdimv) | 1 a consumer warp, when dQ's store has read Q's buffer |
     | k | plan.k_stages | TMA | tile_n x tile_hdim | 1 a consumer warp, when dQ is done |
     | v | plan.v_stages | TMA | tile_n x tile_hdimv | 1 a consumer warp, when dP is done |

@@ -52,7 +52,7 @@ class ForwardKernel:
 
     | pipeline | stages | filled by | bytes a stage | freed by |
     |---|---|---|---|---|
-    | tile | 2 | scheduler lane, 1 arrival | coordinates, lengths | 1 arrival a consumer warp and the producer, when read |
+    | tile | 2 | scheduler lane, 1 arrival | coordinates, lengths | 1 arrival a thread of the consumers and the producer, when read |
     | q | plan.q_stages | TMA, one load a warpgroup | tile_m x tile_hdim | 1 a consumer warp, when the tile is done, or after its last QK with `plan.frees_q_early`, or after O's store has read the buffer, if O is staged there |
     | k | plan.kv_stages | TMA | tile_n x tile_hdim | 1 a consumer warp, when QK is done, or by the producer in its place |
     | v | plan.kv_stages | TMA | tile_n x tile_hdimv | 1 a consumer warp, when PV is done, or by the producer in its place |
