@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import time
 
 import pytest
 import torch
@@ -10,11 +11,14 @@ from processes import die
 from typer.testing import CliRunner
 
 import flash_hopper
+from flash_hopper.cli import verify as verify_module
 from flash_hopper.cli.main import app
 from flash_hopper.cli.verify import replay_command
 from flash_hopper.problem.errors import ArgumentError, DeviceError
 from flash_hopper.testing import run, workers
 from flash_hopper.testing.cases import Case
+from flash_hopper.testing.pulse import Pulse
+from flash_hopper.testing.run import CaseResult
 from flash_hopper.testing.suites import suite
 
 CASE = "dtype=bf16,b=1,h=2,hk=1,sq=20,sk=30,d=16,dv=16"
@@ -126,6 +130,56 @@ def test_the_outcome_is_stored_as_documented(tmp_path, wrong_for_causal):
     assert set(stored["failures"][0]) == {"case", "message", "replay"}
     assert stored["not_run"] == 0
     assert stored["env"]["torch"] == torch.__version__
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_run_that_hangs_or_is_cut_off_has_said_and_stored_how_far_it_was(monkeypatch, tmp_path, jobs):
+    """The third case waits for what is stored while it runs."""
+    path, seen = tmp_path / "outcome.json", []
+
+    def slow(cases, device, **options):
+        for i, case in enumerate(cases):
+            while i == 2 and not (path.exists() and json.loads(path.read_text())["passed"] == 2):
+                time.sleep(0.01)
+            if i == 2:
+                seen.append(json.loads(path.read_text()))
+            yield CaseResult(case, True, "", 0.0, 0.0)
+
+    monkeypatch.setattr(verify_module, "PULSE_SECONDS", 0.02)
+    monkeypatch.setattr(workers, "results", slow)
+    cases = suite("smoke")
+    arguments = ("--suite", "smoke", "--device", "cpu", "--json", str(path), "--jobs", str(jobs))
+    result = CliRunner().invoke(app, ["verify", *arguments])
+    (stored,) = seen
+    running = str(cases[2]) if jobs == 1 else None
+    assert (stored["failed"], stored["not_run"], stored["running"]) == (0, len(cases) - 2, running)
+    assert f"verify on cpu: 2 of {len(cases)} cases, 0 failed" in result.stderr
+    assert (str(cases[2]) in result.stderr) == (jobs == 1)
+    assert "verify on cpu" not in result.stdout
+    assert json.loads(path.read_text()) == stored | {
+        "passed": len(cases), "not_run": 0, "running": None, "closest": {"case": str(cases[0]), "error_to_allowed": 0.0}
+    }  # fmt: skip
+    assert [file.name for file in tmp_path.iterdir()] == ["outcome.json"]
+
+
+def test_a_pulse_beats_while_the_block_runs_and_its_error_is_not_lost():
+    beats = []
+
+    def beat():
+        beats.append(1)
+        if len(beats) == 3:
+            raise OSError("no space left")
+
+    with pytest.raises(OSError, match="no space left"), Pulse(beat, 0.005):
+        while len(beats) < 3:
+            time.sleep(0.005)
+    assert len(beats) == 3
+    with Pulse(lambda: beats.append(1), 60.0):
+        pass
+    assert len(beats) == 3
+    with pytest.raises(ValueError, match="of the block"), Pulse(beat, 0.001):
+        time.sleep(0.05)
+        raise ValueError("of the block")
 
 
 def test_a_lost_gpu_ends_the_run_and_is_counted(monkeypatch, tmp_path, wrong_for_causal):
