@@ -53,6 +53,7 @@ FLOAT32_ANGLES = [
         (256, "absmax", DType.BF16, "halves", RAGGED),
         (256, "scaled", DType.FP32, "halves", RAGGED),
         (256, "block", DType.FP32, "interleaved", {}),
+        (256, "scaled", DType.FP32, "interleaved", {}),
     )
 ]
 REORDERED = [reorder_plan(d, is_ragged=False, has_seqused=False) for d in HEAD_DIMS]

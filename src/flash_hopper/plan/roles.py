@@ -104,7 +104,7 @@ def forward_pipelines(plan: ForwardPlan | ForwardFp8Plan) -> dict[str, PipelineS
         PipelineSpec("q", plan.q_stages, warps, plan.tile_m * plan.tile_hdim * size),
         PipelineSpec("k", plan.kv_stages, warps, plan.tile_n * plan.tile_hdim * size),
         PipelineSpec("v", plan.kv_stages, warps, plan.tile_n * plan.tile_hdimv * size),
-        PipelineSpec("tile", TILE_SLOTS, WARP * (warps + 1), 0),  # every thread that reads, of the producer, too
+        PipelineSpec("tile", TILE_SLOTS, WARP * (warps + 1), 0),  # each thread that reads; the producer does, too
         *([PipelineSpec("o", 1, 1, 0)] if plan.o_place == "v" else []),
     ]
     return {spec.name: spec for spec in specs}
@@ -118,7 +118,7 @@ def backward_dq_pipelines(plan: BackwardDqPlan) -> dict[str, PipelineSpec]:
         PipelineSpec("rows", 1, warps, plan.tile_m * (plan.tile_hdim + plan.tile_hdimv) * size),
         PipelineSpec("k", plan.k_stages, warps, plan.tile_n * plan.tile_hdim * size),
         PipelineSpec("v", plan.v_stages, warps, plan.tile_n * plan.tile_hdimv * size),
-        PipelineSpec("tile", TILE_SLOTS, WARP * (warps + 1), 0),  # every thread that reads, of the producer, too
+        PipelineSpec("tile", TILE_SLOTS, WARP * (warps + 1), 0),  # each thread that reads; the producer does, too
     ]
     return {spec.name: spec for spec in specs}
 
@@ -132,7 +132,7 @@ def backward_dkdv_pipelines(plan: BackwardDkdvPlan) -> dict[str, PipelineSpec]:
         PipelineSpec("keys", 1, warps, plan.tile_n * (plan.tile_hdim + plan.tile_hdimv) * size),
         PipelineSpec("q", plan.q_stages, warps, plan.tile_m * (plan.tile_hdim * size + STATISTIC_BYTES)),
         PipelineSpec("do", plan.do_stages, warps, plan.tile_m * (plan.tile_hdimv * size + STATISTIC_BYTES)),
-        PipelineSpec("tile", TILE_SLOTS, WARP * (warps + plan.adds_dq), 0),  # of the dQ writer, too
+        PipelineSpec("tile", TILE_SLOTS, WARP * (warps + plan.adds_dq), 0),  # the dQ writer does, too
         *([PipelineSpec("p", 1, WARPGROUP, 0)] if plan.splits_roles else []),  # every thread reads its own part
     ]
     return {spec.name: spec for spec in specs}

@@ -129,7 +129,9 @@ class RowStrips:
         """Pieces of a strip whose angles are on their way from memory at the same time: as many as there are registers for."""
         if self.plan.rotary == "none":
             return self.plan.strip // COLUMNS
-        if self.plan.has_wide_table or self.plan.dtype is DType.FP32:
+        if self.plan.dtype is DType.FP32:
+            return 1
+        if self.plan.has_wide_table:
             return 4 if self.plan.rotary == "interleaved" else 1
         return 8 if self.plan.rotary == "interleaved" else 4
 
