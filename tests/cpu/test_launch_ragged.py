@@ -98,11 +98,26 @@ def test_lengths_are_passed_by_address_and_absent_ones_as_zero(kernels):
         kernels["forward"] = lambda *arguments, seen=seen: seen.append(arguments[6])
         call.run(*tensors, None, sequences)
         (_, count, entries, lengths) = seen[0]
+        lengths = tuple(lengths)
         assert count == 4
         assert lengths[:4] == tuple(0 if t is None else t.data_ptr() for t in sequences.tensors)
         assert lengths[4:] == (tensors[0].shape[-3], tensors[1].shape[-3], 1, 1)
         packed_q, packed_k = sequences.cu_seqlens_q is not None, sequences.cu_seqlens_k is not None
         assert [entry == 0 for entry in entries] == [packed_q, packed_k, packed_k, packed_q, packed_q]
+
+
+@pytest.mark.parametrize("side", SIDES, ids=str)
+def test_what_a_warm_call_passes_beside_tensors_is_looked_up_and_not_converted_anew(side, kernels, monkeypatch):
+    table = torch.zeros(table_ints(4), dtype=torch.int32)
+    monkeypatch.setattr(ragged, "sequence_table", lambda index, ints: table)
+    monkeypatch.setattr(ragged, "tile_counter", lambda index: table)
+    call, tensors, sequences = prepared(side)
+    passed = []
+    kernels["forward"] = lambda *arguments: passed.append(arguments[6])
+    for _ in range(2):
+        call.run(*tensors, None, sequences)
+    assert passed[0] is passed[1]
+    assert not isinstance(passed[0], tuple)
 
 
 def test_calls_on_one_stream_share_a_table_and_those_on_others_do_not(streams):

@@ -1,10 +1,11 @@
 """A stored file becomes a callable: through tvm-ffi alone, or through the DSL's loader for an object file.
 
-Called by `store` and `pack`. Importing tvm-ffi takes 20 ms where torch is up; otherwise it imports torch first, by
+Called by `store` and `pack`; launchers hand tuples over by `as_argument`. Importing tvm-ffi takes 20 ms where torch is up; otherwise it imports torch first, by
 design of tvm-ffi, which takes about a second.
 """
 
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,16 @@ def load_library(path: Path) -> Any:
         return tvm_ffi.load_module(str(path.resolve()))
     except (OSError, RuntimeError) as error:
         raise CacheError(f"{path} cannot be loaded: {error}") from error
+
+
+@lru_cache(maxsize=4096)
+def as_argument(value: tuple[Any, ...]) -> Any:
+    """A tuple of ints, None and tuples of these in the form in which a kernel gets it.
+
+    tvm-ffi makes one of a tuple in every call, at 0.1 us an element and more for each tuple within. What a launch passes again and again, such as
+    where lengths lie, is looked up here instead.
+    """
+    return import_ffi().convert(value)
 
 
 def _function(path: Path, library: Any, symbol: str) -> Kernel:

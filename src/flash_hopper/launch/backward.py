@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from flash_hopper.compile.load import as_argument
 from flash_hopper.compile.store import get_kernel
 from flash_hopper.geometry.arith import ceil_div, round_up
 from flash_hopper.geometry.masks import kernel_bounds
@@ -23,7 +24,6 @@ from flash_hopper.geometry.tiles import (
 )
 from flash_hopper.launch.device import device_facts, tile_counter
 from flash_hopper.launch.ragged import (
-    RaggedArgs,
     RaggedLaunch,
     addressable_rows,
     first_entry,
@@ -277,15 +277,10 @@ class RaggedCall(NamedTuple):
     entries: list[int]
     lengths: tuple[int, ...]
 
-    def args(self, places: tuple[int, ...], is_first: bool = False) -> RaggedArgs:
-        """For a kernel with the operands in these places; the first one gets the lengths."""
-        entries = self.entries
-        return (
-            self.table.data_ptr(),
-            self.sequences,
-            tuple([entries[i] for i in places]),
-            self.lengths if is_first else None,
-        )
+    def args(self, places: tuple[int, ...], is_first: bool = False) -> Any:
+        """`RaggedArgs` for a kernel with the operands in these places; the first one gets the lengths."""
+        entries = tuple([self.entries[i] for i in places])
+        return as_argument((self.table.data_ptr(), self.sequences, entries, self.lengths if is_first else None))
 
 
 @lru_cache(maxsize=4096)

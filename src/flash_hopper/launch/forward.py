@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from flash_hopper.compile.load import as_argument
 from flash_hopper.compile.store import get_kernel
 from flash_hopper.geometry.masks import kernel_bounds
 from flash_hopper.geometry.tiles import heads_per_section, query_heads_per_section, rows_per_section
@@ -138,7 +139,7 @@ class PreparedForward:
             v, of_v = first_entry(v)
         entries = (of_q, of_k, of_v, of_out, of_lse)
         table = launch.forward_table(self.device.index)
-        ragged = (table.data_ptr(), launch.sequences, entries, launch.lengths(sequences))
+        ragged = as_argument((table.data_ptr(), launch.sequences, entries, launch.lengths(sequences)))
         self.kernel(q, k, v, out, lse, None, ragged, *self.bounds, self.scale, self.ctas, self.section)
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flash_hopper.compile.load import as_argument
 from flash_hopper.compile.store import get_kernel
 from flash_hopper.geometry.masks import kernel_bounds
 from flash_hopper.kernels.forward_fp8.support import DTYPES, OUT_DTYPES, SUPPORTED
@@ -141,7 +142,7 @@ class PreparedFp8:
             ((unit if t is None else t).data_ptr(), *places)  # type: ignore[union-attr]
             for t, places in zip(descales, self.places, strict=True)
         )
-        factors = (of_scores_q, of_scores_k, of_values, self.problem.batch)
+        factors = as_argument((of_scores_q, of_scores_k, of_values, self.problem.batch))
         if launch is None or sequences is None:
             counter = tile_counter(index) if self.is_dynamic else None
             self.kernel(
@@ -161,7 +162,7 @@ class PreparedFp8:
         values = (int(not launch.packed_k), int(launch.packed_k))
         table = launch.forward_table(index)
         lengths = launch.lengths(sequences, FP8_BLOCK, FP8_BLOCK)
-        ragged = (table.data_ptr(), launch.sequences, (of_q, of_k, of_out, of_lse), lengths)
+        ragged = as_argument((table.data_ptr(), launch.sequences, (of_q, of_k, of_out, of_lse), lengths))
         self.kernel(q, k, v, out, lse, factors, values, None, ragged, *self.bounds, self.scale, self.ctas, self.section)
 
 

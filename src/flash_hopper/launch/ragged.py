@@ -1,7 +1,7 @@
 """What a launch of a ragged batch is told beside its tensors: where the table is, where lengths are, how entries lie.
 
-`launch/forward.py` and `launch/backward.py` bind a problem to a `RaggedLaunch` once. The kernels' `RaggedArgs`
-(`device/sequences.py`) is made here, call by call. Nothing is read back: the values of cu_seqlens and seqused stay on the device.
+`launch/forward.py` and `launch/backward.py` bind a problem to a `RaggedLaunch` once, and make the kernels' `RaggedArgs`
+(`device/sequences.py`) of it call by call. Nothing is read back: the values of cu_seqlens and seqused stay on the device.
 """
 
 from dataclasses import dataclass
@@ -15,9 +15,6 @@ from flash_hopper.plan.schedule import is_few, table_ints
 from flash_hopper.problem.attention import AttentionProblem
 
 MOST_ROWS = 1 << 31
-
-RaggedArgs = tuple[int, int, tuple[int, ...], tuple[int, ...] | None]
-"""The fields of `device.sequences.RaggedArgs` in order."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,7 +59,7 @@ class Sequences(NamedTuple):
         cu_q, cu_k, used_q, used_k, _, _ = self
         return (
             (cu_q is None or type(cu_q) is torch.Tensor)
-            and (cu_k is None or type(cu_k) is torch.Tensor)
+            and (cu_k is cu_q or cu_k is None or type(cu_k) is torch.Tensor)
             and (used_q is None or type(used_q) is torch.Tensor)
             and (used_k is None or type(used_k) is torch.Tensor)
         )
@@ -82,7 +82,8 @@ def sequences_of(
         max_seqlen_k is None or type(max_seqlen_k) is int
     ):
         max_seqlen_q, max_seqlen_k = _hint("max_seqlen_q", max_seqlen_q), _hint("max_seqlen_k", max_seqlen_k)
-    return Sequences(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k)
+    fields = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k
+    return tuple.__new__(Sequences, fields)  # half the time of its constructor, which is written in Python
 
 
 def _hint(name: str, given: Any) -> int | None:
