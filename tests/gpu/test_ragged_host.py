@@ -7,7 +7,9 @@ import torch
 from ragged_steps import hints_of, of_case
 
 import flash_hopper
+from flash_hopper import settings
 from flash_hopper.compile import build, store
+from flash_hopper.compile.parallel import fill_cache
 from flash_hopper.problem.errors import ArgumentError
 from flash_hopper.testing.cases import HINTS, LAYOUTS, Case
 from flash_hopper.testing.inputs import make_inputs
