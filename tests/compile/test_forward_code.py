@@ -11,8 +11,9 @@ import pytest
 from compiled_kernels import check_registers
 
 from flash_hopper.compile.presets import ALL_HEAD_DIMS, forward_plans
+from flash_hopper.plan.budget import choose_layout
 from flash_hopper.plan.forward import HDIM_STEP
-from flash_hopper.plan.tables.forward import CHUNK_MAX_M, ROWS
+from flash_hopper.plan.tables.forward import ANY, CHUNK_MAX_M, ROWS
 from flash_hopper.problem.attention import MAX_HEAD_DIM
 from flash_hopper.problem.dtypes import DType
 
@@ -38,30 +39,31 @@ every_plan = pytest.mark.parametrize("plan", PLANS, ids=lambda p: p.name)
 
 
 def test_the_plans_cover_every_tile_of_every_row_every_mask_and_layout_and_every_pair_of_head_dims():
-    assert tiles_of(TUNED) == {tile for row in ROWS for tile in tiles_of_row(row)}
-    assert tiles_of(p for p in PLANS if p.mask == "local") >= {tile_of(row.window) for row in ROWS if row.window}
     for row, mask in product(ROWS, MASKS):
         of_row = [p for p in PLANS if (p.tile_hdim, p.tile_hdimv) == (row.hdim, row.hdimv) and p.mask == mask]
         dense, ragged = ({p for p in of_row if p.is_ragged == is_ragged and p.has_lse} for is_ragged in (False, True))
-        assert dense and {p.shares_tiles for p in ragged} == {False, True}, (row, mask)
-        if row.ragged is not None and (mask != "chunk" or row.ragged.streams * row.ragged.m <= CHUNK_MAX_M):
-            assert tile_of(row.ragged) in tiles_of(ragged), (row, mask)
-        assert tile_of(row.tile) in tiles_of(ragged), "the longest"
+        steps = row.full if mask == "full" else row.masked
+        if mask == "local" and row.windows:
+            steps = row.windows if row.windows[-1][0] == ANY else (*row.windows, *row.masked)
+        wanted = [tile for _, tile in steps if suits(tile, mask)]
+        if mask == "full" and row.spare is not None:
+            wanted.append(row.spare)
+        assert {layout_of(row, tile) for tile in wanted} == {p.layout for p in dense}, (row, mask)
+        assert {p.shares_tiles for p in ragged} == {False, True}, (row, mask)
+        longest = (row.full if mask == "full" else row.masked)[-1][1]
+        for tile in (row.ragged, longest):
+            assert tile is None or not suits(tile, mask) or layout_of(row, tile) in {p.layout for p in ragged}, mask
     assert {(p.tile_hdim, p.tile_hdimv) for p in PLANS} == set(product(ALL_HEAD_DIMS, ALL_HEAD_DIMS))
     assert max(ALL_HEAD_DIMS) == MAX_HEAD_DIM and len(ALL_HEAD_DIMS) == MAX_HEAD_DIM // HDIM_STEP
     assert len(UNEVEN) == 2
 
 
-def tile_of(tile):
-    return tile.m, tile.n, tile.has_pingpong, tile.streams
+def suits(tile, mask):
+    return mask != "chunk" or tile.m * tile.streams <= CHUNK_MAX_M
 
 
-def tiles_of(plans):
-    return {(p.tile_m, p.tile_n, p.has_pingpong, p.streams) for p in plans}
-
-
-def tiles_of_row(row):
-    return {tile_of(tile) for tile in (row.tile, row.short, row.causal) if tile is not None}
+def layout_of(row, tile):
+    return choose_layout(tile, row.hdim, row.hdimv, 2)
 
 
 @every_plan

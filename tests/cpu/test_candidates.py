@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from flash_hopper.plan.budget import O_PLACES, Layout, choose_layout, layout_fault
 from flash_hopper.plan.candidates import HEIGHTS, KV_STAGES, WIDTHS, candidates
 from flash_hopper.plan.forward import choice_of, plan_forward, table_layout
-from flash_hopper.plan.tables.forward import choose_row
+from flash_hopper.plan.tables.forward import Tile, choose_row
 from flash_hopper.problem.dtypes import KERNEL_DTYPES, DType
 from flash_hopper.testing.bench_suites import BenchShape
 
@@ -75,14 +75,14 @@ def test_tiles_that_the_tables_use_for_other_lengths_and_masks_are_tried_early(d
 
 def test_layouts_that_the_tables_would_not_choose_for_their_tile_come_last():
     problem = shape(64).problem
-    tile = choose_row(64, 64).tile
+    found = [plan.layout for plan in candidates(problem)]
     usual = {
-        choose_layout(
-            replace(tile, m=x.m, n=x.n, has_pingpong=x.has_pingpong, kv_stages=stages, streams=x.streams), 64, 64, 2
-        )
-        for x in (plan.layout for plan in candidates(problem))
+        choose_layout(Tile(x.m, x.n, x.has_pingpong, stages, x.streams), 64, 64, 2)
+        for x in found
         for stages in KV_STAGES
     }
+    usual |= {choose_layout(tile, 64, 64, 2) for tile in choose_row(64, 64).tiles.values()}
+    usual |= {x for x in found if x.o_place == "v" and x.q_stages == 2}
     flags = [plan.layout in usual for plan in candidates(problem)]
     assert flags == sorted(flags, reverse=True)
     assert 0 < sum(flags) < len(flags)

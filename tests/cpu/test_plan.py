@@ -15,6 +15,7 @@ from flash_hopper.plan.budget import (
     SMEM_LIMIT_BYTES,
     SMEM_RESERVED_BYTES,
     choose_buffers,
+    choose_layout,
     forward_smem_bytes,
     layout_fault,
 )
@@ -33,7 +34,16 @@ from flash_hopper.plan.roles import (
     forward_pipelines,
     roles_of,
 )
-from flash_hopper.plan.tables.forward import CHUNK_MAX_M, RAGGED_TO, ROWS, WINDOW_TO, Tile, choose_row, choose_tile
+from flash_hopper.plan.tables.forward import (
+    ANY,
+    CHUNK_MAX_M,
+    RAGGED_TO,
+    RAGGED_WINDOW_TO,
+    ROWS,
+    Tile,
+    choose_row,
+    choose_tile,
+)
 from flash_hopper.problem.attention import AttentionOptions, AttentionProblem, attention_problem
 from flash_hopper.problem.dtypes import KERNEL_DTYPES, DType
 from flash_hopper.problem.errors import CompileError
@@ -43,6 +53,7 @@ from flash_hopper.problem.ragged import Ragged
 from flash_hopper.problem.tensor import TensorSpec
 
 HEAD_DIMS = range(8, 257, 8)
+STEPS = {most for row in ROWS for steps in (row.full, row.masked, row.windows) for most, _ in steps if most != ANY}
 PADDED_DIMS = range(HDIM_STEP, 257, HDIM_STEP)
 LENGTHS = (1, 64, 128, 129, 192, 1024, 16_384)
 MOST_SLOT_BYTES = 48  # a tile of a ragged batch: 11 ints, in whole 16-byte pieces
@@ -82,9 +93,9 @@ def every_plan() -> set[ForwardPlan]:
     """One plan for each choice that the head dims, the mask, the layout and the length lead to."""
     dense = {
         plan_forward(problem(d, dv, seqlen_q=seqlen, causal=causal))
-        for d, dv, causal, seqlen in product(HEAD_DIMS, HEAD_DIMS, (False, True), LENGTHS)
+        for d, dv, causal, seqlen in product(HEAD_DIMS, HEAD_DIMS, (False, True), sorted({*LENGTHS, *STEPS}))
     }
-    cells = product(PADDED_DIMS, PADDED_DIMS, KINDS, (*LENGTHS, WINDOW_TO), (False, True))
+    cells = product(PADDED_DIMS, PADDED_DIMS, KINDS, sorted({*LENGTHS, RAGGED_WINDOW_TO, *STEPS}), (False, True))
     return dense | {plan_forward(with_mask(*cell)) for cell in cells}
 
 
@@ -177,9 +188,7 @@ def test_sizes_that_are_run_time_values_do_not_change_the_plan(data):
 def test_lengths_choose_among_few_tiles():
     for d, kind, is_ragged in product(PADDED_DIMS, KINDS, (False, True)):
         lengths = (*range(2, 1200, 7), *range(1900, 5000, 61))
-        assert len({plan_forward(with_mask(d, d, kind, n, is_ragged)) for n in lengths}) <= (
-            3 if kind == "local" else 2
-        )
+        assert len({plan_forward(with_mask(d, d, kind, n, is_ragged)) for n in lengths}) <= 3 + (kind == "local")
 
 
 def test_plans_of_every_mask_and_layout_are_there_and_say_so_in_their_names(plans):
@@ -247,16 +256,19 @@ def test_heads_share_tiles_where_the_longest_sequence_is_short_whatever_windows_
     assert not any(plan.shares_tiles for plan in plans if not plan.is_ragged)
 
 
-def test_windows_take_the_tile_for_windows_up_to_its_limit_whichever_end_reaches():
+def test_windows_take_the_tile_for_their_reach_whichever_end_reaches():
     for row in ROWS:
-        for left, right in ((0, 0), (WINDOW_TO - 1, 0), (WINDOW_TO // 2, WINDOW_TO // 2 - 1), (127, None)):
-            base = problem(row.hdim, row.hdimv, seqlen_q=LONG, seqlen_k=LONG)
-            plan = plan_forward(dataclasses.replace(base, mask=Mask(left, right)))
-            tile = row.window or row.causal or row.tile
-            taken = plan.tile_m, plan.tile_n, plan.has_pingpong, plan.streams
-            assert taken == (tile.m, tile.n, tile.has_pingpong, tile.streams), (row, left, right)
-        if row.window is not None:
-            assert choose_tile(row.hdim, row.hdimv, "local", WINDOW_TO + 1) != row.window
+        limits = [most for most, _ in (*row.windows, *row.masked) if most != ANY]
+        for reach in {1, 128, 4096, *limits, *(most + 1 for most in limits)}:
+            for left, right in ((reach - 1, 0), (reach // 2, reach - 1 - reach // 2)):
+                base = problem(row.hdim, row.hdimv, seqlen_q=LONG, seqlen_k=LONG)
+                plan = plan_forward(dataclasses.replace(base, mask=Mask(left, right)))
+                steps = [(most, tile) for most, tile in row.windows if reach <= most]
+                steps += [(most, tile) for most, tile in row.masked if reach <= most]
+                tile = steps[0][1]
+                taken = plan.tile_m, plan.tile_n, plan.has_pingpong, plan.streams, plan.o_place == "v"
+                o_in_v = choose_layout(tile, row.hdim, row.hdimv, 2).o_place == "v"
+                assert taken == (tile.m, tile.n, tile.has_pingpong, tile.streams, o_in_v), (row, left, right)
 
 
 def test_deep_tiles_have_more_stages_of_keys_than_others_and_two_of_queries(plans):
@@ -266,8 +278,6 @@ def test_deep_tiles_have_more_stages_of_keys_than_others_and_two_of_queries(plan
         assert plan.kv_stages > 2, plan
         usual = choose_buffers(Tile(plan.tile_m, plan.tile_n), plan.tile_hdim, plan.tile_hdimv, plan.dtype.itemsize)
         assert plan.kv_stages > usual.kv_stages, plan
-    for row in ROWS:
-        assert row.window is None or row.window.kv_stages > row.tile.kv_stages, row
 
 
 def test_a_warpgroup_whose_output_lies_in_v_has_a_stage_that_is_large_enough_and_nobody_elses(runnable):
@@ -359,8 +369,14 @@ def test_the_tables_choose_two_streams_up_to_head_dim_64_where_nothing_is_chunke
     of_streams = {plan for plan in plans if plan.streams == 2}
     assert {(p.tile_hdim, p.tile_hdimv) for p in of_streams} == set(product((32, 64), (32, 64)))
     assert {(p.mask, p.is_ragged) for p in of_streams} == set(product(("full", "causal", "local"), (False, True)))
-    for plan in of_streams:
-        assert (plan.q_stages, plan.kv_stages, plan.o_place) == (2, 4 if plan.mask == "local" else 3, "apart"), plan
+    buffers = {(p.mask, p.is_ragged): set() for p in of_streams}
+    for p in of_streams:
+        buffers[p.mask, p.is_ragged].add((p.q_stages, p.kv_stages, p.o_place))
+    three, in_v, four = (2, 3, "apart"), (2, 3, "v"), (2, 4, "apart")
+    assert buffers == {
+        ("full", False): {three}, ("full", True): {three}, ("causal", False): {in_v}, ("causal", True): {three},
+        ("local", False): {four, in_v}, ("local", True): {three, four},
+    }  # fmt: skip
 
 
 def test_streams_are_all_that_tells_such_a_plan_from_one_with_the_same_tile(plans):
@@ -399,20 +415,44 @@ def test_rows_of_the_table_are_in_order_say_why_and_end_with_the_largest_head_di
 
 
 def test_each_tile_is_taken_for_what_the_table_says_it_is_for():
+    def of(steps, seqlen, kind):
+        return next(t for most, t in steps if seqlen <= most and (kind != "chunk" or t.streams * t.m <= CHUNK_MAX_M))
+
     for row, kind, is_ragged in product(ROWS, KINDS, (False, True)):
         for seqlen in (*range(1, 6000, 1 + 6 * is_ragged), RAGGED_TO, RAGGED_TO + 1):
             tile = choose_tile(row.hdim, row.hdimv, kind, seqlen, is_ragged)
-            assert choose_row(row.hdim, row.hdimv) is row
-            has_registers = {
-                t: kind != "chunk" or t.streams * t.m <= CHUNK_MAX_M for t in (row.causal, row.ragged) if t is not None
-            }
-            if kind == "local" and row.window is not None and seqlen <= WINDOW_TO:
-                assert tile == row.window
-            elif is_ragged and seqlen <= RAGGED_TO and has_registers.get(row.ragged):
+            assert choose_row(row.hdim, row.hdimv) is row and tile in row.tiles.values()
+            for_ragged = row.ragged is not None and (
+                kind != "chunk" or row.ragged.streams * row.ragged.m <= CHUNK_MAX_M
+            )
+            if is_ragged and kind == "local" and row.windows and seqlen <= RAGGED_WINDOW_TO:
+                assert tile == row.windows[0][1]
+            elif is_ragged and for_ragged and seqlen <= RAGGED_TO:
                 assert tile == row.ragged
-            elif kind != "full" and seqlen <= row.causal_to and has_registers.get(row.causal):
-                assert tile == row.causal
-            elif tile != row.tile:
-                assert tile == row.short and kind == "full"
-                padded, padded_short = (-(-seqlen // m) * m for m in (row.tile.m, tile.m))
-                assert padded_short <= 1.04 * padded if seqlen <= row.short_to else padded_short < padded
+            elif kind == "full":
+                usual = of(row.full, seqlen, kind)
+                padded, spared = (-(-seqlen // t.m) * t.m for t in (usual, row.spare or usual))
+                assert tile == (row.spare if row.spare and padded > 1.04 * spared else usual)
+            else:
+                windows = row.windows if kind == "local" else ()
+                assert tile == of((*windows, *row.masked), seqlen, kind)
+
+
+def test_steps_rise_and_serve_any_length_and_any_mask():
+    for row in ROWS:
+        for name, steps in (("full", row.full), ("masked", row.masked), ("windows", row.windows)):
+            limits = [most for most, _ in steps]
+            assert limits == sorted(set(limits)), (row, name)
+            assert name == "windows" or limits[-1] == ANY, (row, name)
+        assert row.masked[-1][1].m * row.masked[-1][1].streams <= CHUNK_MAX_M, row
+
+
+def test_a_tile_with_its_output_in_v_gets_its_stages_of_q_before_those_of_keys():
+    for row in ROWS:
+        for tile in row.tiles.values():
+            layout = choose_layout(tile, row.hdim, row.hdimv, 2)
+            if tile.o_in_v:
+                assert layout.o_place == "v", (row, tile)
+                assert (layout.q_stages, layout.kv_stages) == (tile.q_stages, tile.kv_stages) or layout.q_stages == 1
+    with pytest.raises(CompileError, match="O in V"):
+        choose_buffers(Tile(256, 128, kv_stages=4, o_in_v=True), 256, 256, 2)

@@ -55,7 +55,7 @@ def test_every_case_is_valid_unique_and_replayable(name):
 
 
 def test_sizes_of_the_suites(forward, backward):
-    assert 2000 <= len(forward) <= 3200
+    assert 2000 <= len(forward) <= 3600
     assert 1600 <= len(backward) <= 1950
     for smoke, sanitizer in (("smoke", "sanitizer"), ("backward-smoke", "backward-sanitizer")):
         assert 50 <= len(suite(smoke)) <= 80
@@ -72,8 +72,8 @@ def test_each_suite_has_one_direction():
 
 def test_the_number_of_kernels_stays_moderate(forward, backward, ragged):
     assert len(plans_of(forward)) < 110
-    assert len(plans_of(backward)) < 150
-    assert len(plans_of(ragged)) <= 160
+    assert len(plans_of(backward)) <= 160
+    assert len(plans_of(ragged)) <= 170
     assert plans_of(ragged) == plans_of(suite("ragged", seed=3))
     assert len(plans_of(suite("sanitizer"))) == len(suite("sanitizer"))
     assert plans_of(forward) == plans_of(suite("forward", seed=3))

@@ -176,11 +176,13 @@ def _table(title: str, *columns: str) -> Table:
 
 def _tile_rows(problem: "AttentionProblem", plan: "ForwardPlan", own: "OwnRow | None") -> list[tuple[str, str]]:
     from flash_hopper import settings
+    from flash_hopper.plan.budget import choose_layout
     from flash_hopper.plan.tables.forward import choose_row
 
-    row = choose_row(plan.tile_hdim, plan.tile_hdimv)
-    chosen = plan.tile_m, plan.tile_n, plan.has_pingpong
-    choices = ", ".join(name for name, t in row.tiles.items() if (t.m, t.n, t.has_pingpong) == chosen)
+    sizes = plan.tile_hdim, plan.tile_hdimv
+    row = choose_row(*sizes)
+    itemsize = problem.dtype.itemsize
+    choices = ", ".join(name for name, t in row.tiles.items() if choose_layout(t, *sizes, itemsize) == plan.layout)
     source, why = f"head dims up to {row.hdim} and {row.hdimv}, its tile for: {choices}", row.why
     if own is not None:
         source, why = f"of {settings.TILES}, for {own.rows_from} to {own.rows_to} rows", own.why

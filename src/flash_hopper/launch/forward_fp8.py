@@ -159,7 +159,7 @@ class PreparedFp8:
             v = v[None]
         else:
             k, of_k = first_entry(k)
-        values = (int(not launch.packed_k), int(launch.packed_k))
+        values = as_argument((int(not launch.packed_k), int(launch.packed_k)))
         table = launch.forward_table(index)
         lengths = launch.lengths(sequences, FP8_BLOCK, FP8_BLOCK)
         ragged = as_argument((table.data_ptr(), launch.sequences, (of_q, of_k, of_out, of_lse), lengths))

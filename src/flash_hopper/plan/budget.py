@@ -4,7 +4,7 @@ Whatever is rejected is rejected with the arithmetic. Sizes in bytes unless said
 the tables, `candidates.py` and `own_tiles.py` whether a given layout can be.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -92,6 +92,12 @@ def _layouts(most: int) -> Iterator[tuple[int, int, OPlace]]:
     yield from USUAL
 
 
+def _layouts_with_o_in_v(tile: Tile) -> Iterator[tuple[int, int, OPlace]]:
+    """What to try for a tile that stages O in V: its stages of Q before those of K and V."""
+    for q_stages in range(tile.q_stages, 0, -1):
+        yield from ((q_stages, kv_stages, "v") for kv_stages in range(tile.kv_stages, 1, -1))
+
+
 def _fits_v(m: int, n: int, kv_stages: int) -> bool:
     """Whether each warpgroup finds a stage of V for its 64 rows of O."""
     return n >= WARPGROUP_ROWS and kv_stages >= m // WARPGROUP_ROWS
@@ -106,7 +112,8 @@ def choose_buffers(tile: Tile, hdim: int, hdimv: int, itemsize: int) -> Buffers:
         return forward_smem_bytes(tile, hdim, hdimv, itemsize, q_stages, kv_stages, o_place)
 
     streams = f" in {tile.streams} streams" if tile.streams > 1 else ""
-    return _first_that_fits(tile.kv_stages, size, f"tile {tile.m}x{tile.n}{streams} with head dims {hdim}/{hdimv}")
+    layouts = _layouts_with_o_in_v(tile) if tile.o_in_v else _layouts(tile.kv_stages)
+    return _first_that_fits(layouts, size, f"tile {tile.m}x{tile.n}{streams} with head dims {hdim}/{hdimv}")
 
 
 def choose_layout(tile: Tile, hdim: int, hdimv: int, itemsize: int) -> Layout:
@@ -172,7 +179,7 @@ def choose_fp8_buffers(
         kv = n * ((hdim + hdimv + behind) * kv_stages + apart)
         return {"apart": q * q_stages + kv + o, "q": max(q, o) * q_stages + kv, "v": None}[o_place]
 
-    return _first_that_fits(kv_stages, size, f"e4m3 tile {m}x{n} with head dims {hdim}/{hdimv}")
+    return _first_that_fits(_layouts(kv_stages), size, f"e4m3 tile {m}x{n} with head dims {hdim}/{hdimv}")
 
 
 def _room() -> int:
@@ -180,11 +187,13 @@ def _room() -> int:
     return SMEM_LIMIT_BYTES - SMEM_RESERVED_BYTES - SMEM_BARRIER_BYTES
 
 
-def _first_that_fits(kv_stages: int, size_of: Callable[[int, int, OPlace], int | None], what: str) -> Buffers:
+def _first_that_fits(
+    layouts: Iterable[tuple[int, int, OPlace]], size_of: Callable[[int, int, OPlace], int | None], what: str
+) -> Buffers:
     """`size_of` gives bytes, or None for what cannot be."""
     room = _room()
     wanted = []
-    for layout in _layouts(kv_stages):
+    for layout in layouts:
         size = size_of(*layout)
         if size is None:
             continue

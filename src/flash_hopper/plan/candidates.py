@@ -32,8 +32,8 @@ STREAMS = range(1, MOST_STREAMS + 1)
 def candidates(problem: AttentionProblem, most: int | None = None) -> list[ForwardPlan]:
     """Every plan that fits, each once: at most `most` of them, and that of the tables first (not one of the user's own rows).
 
-    Behind it come those whose buffers are the ones that the tables would give to their tile, those first that are near to any tile of
-    the tables' row: a step is 64 query rows, 16 keys, a stage, turns, where O lies, or a stream. Then the others, in the same order.
+    Behind it come those whose buffers are the ones that the tables would give to their tile, and those with O in V and all stages of Q,
+    the nearest to any tile of the tables' row first: a step is 64 query rows, 16 keys, a stage, turns, where O lies, or a stream. Then the others, in the same order.
     """
     hdim, hdimv, mask, _, _ = choice_of(problem)
     itemsize, start = problem.dtype.itemsize, table_layout(problem)
@@ -44,6 +44,7 @@ def candidates(problem: AttentionProblem, most: int | None = None) -> list[Forwa
         choose_layout(Tile(m, n, has_pingpong, kv_stages, streams), hdim, hdimv, itemsize)
         for (m, n, has_pingpong, streams), kv_stages in product(tiles, KV_STAGES)
     }
+    usual |= {*known, *(x for x in fitting if x.o_place == "v" and x.q_stages == MOST_Q_STAGES)}
 
     def place(x: Layout) -> tuple[bool, int, int, int, int, bool]:
         return x not in usual, min(_steps(x, y) for y in known), x.streams, -x.m, -x.n, not x.has_pingpong

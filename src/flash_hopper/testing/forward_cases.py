@@ -40,11 +40,13 @@ def _residues() -> Iterator[Case]:
     """Every residue of tile_m and tile_n that a plan can meet: padded rows and keys with harmful values."""
     values = ("extreme", "normal", "negative", "samesign")
     for dims, causal in itertools.product(SWEPT_DIMS, _CAUSAL):
+        others = tile_rows(dims, not causal)
         for (tile_m, tile_n), rows in tile_rows(dims, causal).items():
             if dims == 96 and tile_m == 128:
                 continue  # the tile of d = 128
             # every second residue where the other mask takes the rest, or a tile only serves lengths that fit it
-            whole = dims in (64, 128) and len(rows) == tile_m
+            is_alone = 2 * len(others.get((tile_m, tile_n), ())) < len(rows)
+            whole = is_alone or (dims in (64, 128) and len(rows) == tile_m)
             for i in range(0 if whole else causal, max(len(rows), tile_n), 1 if whole else 2):
                 seqlen_q = rows[i % len(rows)]
                 lengths = seqlen_q, _length_with_residue(i, tile_n, seqlen_q if causal else 0)
