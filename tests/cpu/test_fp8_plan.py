@@ -94,6 +94,16 @@ def test_pieces_that_overlap_are_refused():
         replace(plan, overlaps=True)
 
 
+def test_weights_ahead_of_a_pv_that_does_not_overlap_are_refused(plans):
+    assert any(plan.weights_ahead for plan in plans)
+    for plan in plans:
+        assert plan.overlaps or not plan.weights_ahead, plan.name
+        assert 0 <= plan.weights_ahead < 16, plan.name
+        if not plan.overlaps:
+            with pytest.raises(CompileError, match="ahead"):
+                replace(plan, weights_ahead=4)
+
+
 def test_head_dims_are_padded_to_whole_instructions():
     for size in HEAD_DIMS:
         padded = padded_head_dim(size)
@@ -137,7 +147,8 @@ def test_windows_are_measured_by_what_they_reach():
 def test_ragged_batches_with_block_descales_at_head_dim_128_do_not_overlap(mask):
     for is_ragged, has_units in product((False, True), repeat=2):
         tile = choose_fp8_tile(128, 128, demand(mask, is_ragged=is_ragged, has_units=has_units))
-        assert tile == replace(OVERLAP, overlaps=not (is_ragged and has_units))
+        assert tile.overlaps == (not (is_ragged and has_units))
+        assert replace(tile, overlaps=True, weights_ahead=0) == OVERLAP
 
 
 def test_plain_accumulation_sums_in_the_tensor_core():

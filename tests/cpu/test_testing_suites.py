@@ -55,8 +55,8 @@ def test_every_case_is_valid_unique_and_replayable(name):
 
 
 def test_sizes_of_the_suites(forward, backward):
-    assert 2000 <= len(forward) <= 3600
-    assert 1600 <= len(backward) <= 1950
+    assert 2000 <= len(forward) <= 3300
+    assert 1600 <= len(backward) <= 2000
     for smoke, sanitizer in (("smoke", "sanitizer"), ("backward-smoke", "backward-sanitizer")):
         assert 50 <= len(suite(smoke)) <= 80
         assert 8 <= len(suite(sanitizer)) <= 12
@@ -72,8 +72,8 @@ def test_each_suite_has_one_direction():
 
 def test_the_number_of_kernels_stays_moderate(forward, backward, ragged):
     assert len(plans_of(forward)) < 110
-    assert len(plans_of(backward)) <= 160
-    assert len(plans_of(ragged)) <= 170
+    assert len(plans_of(backward)) <= 155
+    assert len(plans_of(ragged)) <= 165
     assert plans_of(ragged) == plans_of(suite("ragged", seed=3))
     assert len(plans_of(suite("sanitizer"))) == len(suite("sanitizer"))
     assert plans_of(forward) == plans_of(suite("forward", seed=3))
@@ -103,8 +103,8 @@ def test_every_residue_of_every_tile_is_met(forward, dims):
             keys[tile].add((case.seqlen_k % plan.tile_n, case.causal))
     for causal in (False, True):
         for (tile_m, tile_n), lengths in tile_rows(dims, causal).items():
-            if dims == 96 and tile_m == 128:
-                continue  # this tile is swept at d = 128
+            if dims == 96 and (tile_m, tile_n) in tile_rows(128, causal):
+                continue  # swept at d = 128
             tile = tile_m, tile_n
             assert {residue for residue, _ in rows[tile]} >= {length % tile_m for length in lengths}
             assert {residue for residue, _ in keys[tile]} == set(range(tile_n))

@@ -77,21 +77,25 @@ def move_reference(
 
 
 @cute.jit
-def weights(state: E4m3State, rows: cute.Tensor, factor: Float32, has_sums: Constexpr[bool]) -> None:
-    """Scores to weights, in place; with `has_sums` this thread's are added to its row sums.
+def weights(
+    state: E4m3State, rows: cute.Tensor, factor: Float32, has_sums: Constexpr[bool], first: Constexpr[int],
+    end: Constexpr[int],
+) -> None:  # fmt: skip
+    """Scores to weights, in place, elements [first, end) of each row; with `has_sums` this thread's are added to its row sums.
 
     After `move_reference`. A weight is at most 2^REFERENCE_LOG2.
     """
     for r in cutlass.range_constexpr(2):
         bias = Float32(REFERENCE_LOG2) - state.reference[r]
         part = [Float32(0.0), Float32(0.0)]
-        for i in cutlass.range_constexpr(cute.size(rows, mode=[1])):
+        for i in cutlass.range_constexpr(first, end):
             e = cute.math.exp2(rows[r, i] * factor + bias, fastmath=True)
             rows[r, i] = e
             if const_expr(has_sums):
                 part[i % 2] = part[i % 2] + e
         if const_expr(has_sums):
-            state.row_sum[r] = state.row_sum[r] * state.following[r] + (part[0] + part[1])
+            before = state.row_sum[r] * state.following[r] if const_expr(first == 0) else state.row_sum[r]
+            state.row_sum[r] = before + (part[0] + part[1])
 
 
 def advance(state: E4m3State) -> None:

@@ -13,7 +13,12 @@ import torch
 from flash_hopper.compile.load import as_argument
 from flash_hopper.compile.store import get_kernel
 from flash_hopper.geometry.masks import kernel_bounds
-from flash_hopper.geometry.tiles import heads_per_section, query_heads_per_section, rows_per_section
+from flash_hopper.geometry.tiles import (
+    E4M3_SECTION_BYTES,
+    heads_per_section,
+    query_heads_per_section,
+    rows_per_section,
+)
 from flash_hopper.kernels.forward.support import DTYPES, SUPPORTED
 from flash_hopper.launch.device import device_facts, tile_counter
 from flash_hopper.launch.ragged import (
@@ -188,8 +193,9 @@ def grid_of(p: AttentionProblem, plan: ForwardPlan | ForwardFp8Plan, sm_count: i
     reach = p.mask.reach(p.seqlen_k)
     row_bytes = (p.head_dim + p.head_dim_v) * p.dtype.itemsize
     if p.ragged is None:
-        if plan.kind == "forward_fp8":  # its sections were measured within L2 only
-            return ctas, heads_per_section(reach * row_bytes, is_uneven, p.heads, p.batch, p.qhead_per_kvhead)
+        if plan.kind == "forward_fp8":
+            pairs = p.heads, p.batch, p.qhead_per_kvhead
+            return ctas, heads_per_section(reach * row_bytes, is_uneven, *pairs, E4M3_SECTION_BYTES)
         rows = ctas * plan.tile_m * plan.streams
         return ctas, query_heads_per_section(reach * row_bytes, is_uneven, p.heads, p.batch, p.qhead_per_kvhead, rows)
     tiles = most_tiles(p.ragged.rows_q, p.batch, plan.tile_m) * p.heads

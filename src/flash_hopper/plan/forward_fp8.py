@@ -30,8 +30,8 @@ class ForwardFp8Plan:
 
     `accumulation`: with "two_level" PV of each key block starts a fresh sum, which is added to O in float32: the tensor core
     truncates its sums to 14 bits, and over 16k keys loses a quarter of values of one sign. "plain" sums in the tensor core.
-    `overlaps` and `pieces`: see `Fp8Tile`. `descales`: whether scores and values of each key block have factors of their own.
-    Raises CompileError for a plan that overlaps in pieces.
+    `overlaps`, `pieces` and `weights_ahead`: see `Fp8Tile`. `descales`: whether scores and values of each key block have factors of their own.
+    Raises CompileError for a plan that overlaps in pieces, or has weights ahead of a PV that does not overlap.
     """
 
     out_dtype: DType
@@ -50,6 +50,7 @@ class ForwardFp8Plan:
     accumulation: Accumulation
     overlaps: bool
     pieces: int
+    weights_ahead: int
     descales: DescaleForm
 
     kind = "forward_fp8"
@@ -66,6 +67,8 @@ class ForwardFp8Plan:
             raise CompileError(
                 f"PV in {self.pieces} pieces cannot overlap with QK: all are issued at the end of a block"
             )
+        if self.weights_ahead and not self.overlaps:
+            raise CompileError(f"no weights can be ahead of a PV that does not overlap, got {self.weights_ahead}")
 
     @property
     def consumer_warpgroups(self) -> int:
@@ -117,6 +120,7 @@ class ForwardFp8Plan:
             self.scheduler,
             self.accumulation.replace("_", ""),
             *([] if self.overlaps else [f"serial{self.pieces}"]),
+            *([f"ahead{self.weights_ahead}"] if self.weights_ahead else []),
             *(["blockscales"] if self.descales == "block" else []),
             *(["ragged"] if self.is_ragged else []),
             *(["lse"] if self.has_lse else []),
@@ -167,5 +171,6 @@ def plan_forward_fp8(
         accumulation=accumulation,
         overlaps=tile.overlaps,
         pieces=tile.pieces,
+        weights_ahead=tile.weights_ahead,
         descales=descales,
     )

@@ -35,6 +35,7 @@ from flash_hopper.kernels.forward_fp8.storage import Fp8SharedTensors
 from flash_hopper.plan.forward_fp8 import SUM_COLUMNS, ForwardFp8Plan
 
 BUFFERS = 2  # pieces of PV in flight
+ALL = 16  # parts of a block's columns
 
 
 class Fp8Fragments(NamedTuple):
@@ -133,7 +134,8 @@ class Fp8Consumer(Consumer):
             start_units(state.units)
         value = self.descales.of_values(args, part.scales, n_block)
         self.move_reference(frags, state, factors, True)
-        self.probabilities(frags, state, factors)
+        self.weigh(frags, state, factors, 0, ALL)
+        to_operand_e4m3(frags.acc_S, frags.tOrP)
         advance(state)
         if const_expr(not self.plan.overlaps):
             self.add_values(atoms, pipes, frags, state, value, v_state)
@@ -181,6 +183,8 @@ class Fp8Consumer(Consumer):
             self.mask_scores(args, frags, part, n_block, True, ends)
         moves = self.move_reference(frags, state, factors, False)
         if const_expr(self.plan.overlaps):
+            if const_expr(self.plan.weights_ahead > 0):
+                self.weigh(frags, state, factors, 0, self.plan.weights_ahead)
             warpgroup.wait_group(0)  # PV done: V is free
             pipes.v.consumer_release(v_state)
             v_state.advance()
@@ -188,7 +192,8 @@ class Fp8Consumer(Consumer):
                 self.fold_all(frags, state, value)
             elif moves:
                 scale_rows(acc_as_rows(frags.acc_O), state.following)
-        self.probabilities(frags, state, factors)
+        self.weigh(frags, state, factors, self.plan.weights_ahead, ALL)
+        to_operand_e4m3(frags.acc_S, frags.tOrP)
         advance(state)
         if const_expr(not self.plan.overlaps):
             self.add_values(atoms, pipes, frags, state, value, v_state)
@@ -252,11 +257,11 @@ class Fp8Consumer(Consumer):
         rows = acc_as_rows(frags.acc_S)
         return move_reference(state, rows, factors.scores, factors.inverse, is_first)
 
-    @cute.jit
-    def probabilities(self, frags: Fp8Fragments, state: E4m3State, factors: BlockFactors) -> None:
-        """Scores to weights in e4m3."""
-        weights(state, acc_as_rows(frags.acc_S), factors.scores, not self.plan.has_sum_columns)
-        to_operand_e4m3(frags.acc_S, frags.tOrP)
+    def weigh(self, frags: Fp8Fragments, state: E4m3State, factors: BlockFactors, first: int, end: int) -> None:
+        """Scores to weights, parts [first, end) of `ALL`."""
+        rows = acc_as_rows(frags.acc_S)
+        first, end = (part * self.plan.tile_n // 4 // ALL for part in (first, end))
+        weights(state, rows, factors.scores, not self.plan.has_sum_columns, first, end)
 
     def issue_values(self, atoms: Fp8Atoms, frags: Fp8Fragments, stage: Int32) -> None:
         """PV of a block, not waited for: a sum of its own, or added to O by the tensor core."""

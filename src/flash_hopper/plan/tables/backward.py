@@ -33,7 +33,7 @@ class DkdvTile:
 
 # (head dim up to, head dim of v up to, tile for full attention, for masks); H200, 2026-11, docs/findings/backward.md
 DQ_ROWS = (
-    (64, 64, DqTile(128, 128, 2, 2, has_pingpong=False), DqTile(192, 80, 2, 2)),
+    (64, 64, DqTile(192, 64, 3, 2), DqTile(192, 80, 3, 3)),
     (128, 128, DqTile(128, 128, 2, 2), DqTile(128, 128, 2, 2)),
     (192, 192, DqTile(128, 80, 2, 2, has_pingpong=False), DqTile(128, 80, 2, 2, has_pingpong=False)),
     (256, 256, DqTile(128, 64, 2, 1, has_pingpong=False), DqTile(128, 64, 2, 1, has_pingpong=False)),
