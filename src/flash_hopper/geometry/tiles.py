@@ -17,9 +17,6 @@ SECTION_BYTES = 32 << 20
 SECTION_PAIRS = 16
 SHARED_ROWS = 384
 FEWEST_PAIRS = 8
-# Of e4m3 keys and values, with at least `SECTION_PAIRS` pairs: time of 32 MiB over that of 16, causal 512, 1k, 2k, 4k, 16k: 1.03, 1.03, 1.01,
-# 1.00, 1.00 (H200, 2026-12, docs/findings/fp8.md).
-E4M3_SECTION_BYTES = 16 << 20
 
 # Of the backward by keys, Q, dO and the accumulator of dQ, to which a section's tiles come back; never fewer tiles than two for each
 # CTA. Head dim 64, 1k: 281 TFLOP/s with 128 pairs, 312 with 64 or fewer; 4k: 458 with 64, 481 with 16, 468 with 1; head dim 128, 16k:

@@ -13,12 +13,7 @@ import torch
 from flash_hopper.compile.load import as_argument
 from flash_hopper.compile.store import get_kernel
 from flash_hopper.geometry.masks import kernel_bounds
-from flash_hopper.geometry.tiles import (
-    E4M3_SECTION_BYTES,
-    heads_per_section,
-    query_heads_per_section,
-    rows_per_section,
-)
+from flash_hopper.geometry.tiles import query_heads_per_section, rows_per_section
 from flash_hopper.kernels.forward.support import DTYPES, SUPPORTED
 from flash_hopper.launch.device import device_facts, tile_counter
 from flash_hopper.launch.ragged import (
@@ -42,6 +37,7 @@ from flash_hopper.launch.tensors import (
 from flash_hopper.plan.forward import ForwardPlan, plan_forward
 from flash_hopper.plan.forward_fp8 import ForwardFp8Plan
 from flash_hopper.problem.attention import AttentionOptions, AttentionProblem
+from flash_hopper.problem.dtypes import DType
 from flash_hopper.problem.features import check_supported
 
 # A scale of zero is passed as the smallest normal float32: the scores vanish just the same, and a masked -inf stays -inf.
@@ -191,15 +187,13 @@ def grid_of(p: AttentionProblem, plan: ForwardPlan | ForwardFp8Plan, sm_count: i
     ctas = max(1, sm_count - p.sm_margin)
     is_uneven = plan.mask in ("causal", "local")
     reach = p.mask.reach(p.seqlen_k)
-    row_bytes = (p.head_dim + p.head_dim_v) * p.dtype.itemsize
+    columns = p.head_dim + p.head_dim_v
     if p.ragged is None:
-        if plan.kind == "forward_fp8":
-            pairs = p.heads, p.batch, p.qhead_per_kvhead
-            return ctas, heads_per_section(reach * row_bytes, is_uneven, *pairs, E4M3_SECTION_BYTES)
-        rows = ctas * plan.tile_m * plan.streams
-        return ctas, query_heads_per_section(reach * row_bytes, is_uneven, p.heads, p.batch, p.qhead_per_kvhead, rows)
+        # e4m3 as if it had 16 bits: sections of as many pairs are best (docs/findings/fp8.md)
+        pair_bytes, rows = reach * columns * DType.BF16.itemsize, ctas * plan.tile_m * plan.streams
+        return ctas, query_heads_per_section(pair_bytes, is_uneven, p.heads, p.batch, p.qhead_per_kvhead, rows)
     tiles = most_tiles(p.ragged.rows_q, p.batch, plan.tile_m) * p.heads
-    return min(ctas, tiles), rows_per_section(row_bytes, is_uneven)
+    return min(ctas, tiles), rows_per_section(columns * p.dtype.itemsize, is_uneven)
 
 
 def _is_regular(tensor: torch.Tensor, is_ragged: bool) -> bool:
