@@ -149,6 +149,7 @@ def test_ragged_batches_with_block_descales_at_head_dim_128_do_not_overlap(mask)
         tile = choose_fp8_tile(128, 128, demand(mask, is_ragged=is_ragged, has_units=has_units))
         assert tile.overlaps == (not (is_ragged and has_units))
         assert replace(tile, overlaps=True, weights_ahead=0) == OVERLAP
+        assert bool(tile.weights_ahead) == (not has_units)
 
 
 def test_plain_accumulation_sums_in_the_tensor_core():
