@@ -59,11 +59,12 @@ ROWS = (
     Fp8Row(64, 64, Fp8Tile(192, overlaps=False, kv_stages=3), Fp8Tile(256, overlaps=False, kv_stages=4),
         Fp8Tile(128, overlaps=True, kv_stages=3, weights_ahead=4), 8192,
         "H200, 2026-11, TFLOP/s at 1k, 4k and 16k: full 256 602 675 708, 192 482 568 627, overlapping 128 571 598 628; causal 192 "
-        "390 572 650, overlapping 128 419 564 612; for masks, a log-sum-exp or float16 256 rows lack registers"),
+        "390 572 650, overlapping 128 419 564 612; for masks, a log-sum-exp or float16 256 rows lack registers; "
+        "stages, and weights ahead: 2026-12, docs/findings/fp8.md"),
     Fp8Row(256, 96, OVERLAP, None, None, 0, "registers: 64 S, 52 T, 16 P, 50 O of 232"),
     Fp8Row(256, 128, Fp8Tile(128, overlaps=True, weights_ahead=6), Fp8Tile(128, overlaps=True, weights_ahead=3), None, 0,
         "H200, 2026-11, TFLOP/s at 1k, 4k and 16k: full 827 979 1029, sums in place of scores 611 643 646; causal 656 950 1070 and "
-        "529 657 700. Registers: 64 S, 68 T, 16 P, 66 O of 240"),
+        "529 657 700. Registers: 64 S, 68 T, 16 P, 66 O of 240; weights ahead: 2026-12, docs/findings/fp8.md"),
     Fp8Row(256, 160, Fp8Tile(128, overlaps=False, pieces=2), None, None, 0,
         "registers: 64 S or two times 40 T, 16 P, 80 O of 232"),
     Fp8Row(256, 192, Fp8Tile(128, overlaps=False, pieces=3), None, None, 0,
